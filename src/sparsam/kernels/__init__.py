@@ -1,0 +1,16 @@
+"""The only place that knows about instruction sets: block-sparse and attention kernels behind torch operators."""
+
+from sparsam.kernels.attention import attention, self_attention
+from sparsam.kernels.index import BlockIndex, blocks_from_dense, build_index, dense_from_blocks
+from sparsam.kernels.ops import backend, block_linear
+
+__all__ = [
+    "BlockIndex",
+    "attention",
+    "backend",
+    "block_linear",
+    "blocks_from_dense",
+    "build_index",
+    "dense_from_blocks",
+    "self_attention",
+]

@@ -1,0 +1,164 @@
+"""Softmax attention as torch operators: one fused kernel each way where the CPU has AMX, plain PyTorch elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparsam.kernels import cpu, reference
+
+__all__ = ["attention", "self_attention"]
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True) -> torch.Tensor:
+    """Softmax attention over (B, H, T, D) with scale D^-0.5, the result laid out so that (B, T, H * D) is a view.
+
+    bfloat16 on a CPU with AMX and D of 32, 64, 96 or 128 runs one fused kernel each way; everything else plain PyTorch.
+
+    Source: Dao 2023, arXiv:2307.08691 (recomputation from the log-sum-exp in the backward).
+    """
+    if not _fused_attention(q):
+        return reference.attention(q, k, v, causal)
+    out, _ = torch.ops.sparsam.attention(*_autocast(q, k, v), causal)
+    return out  # type: ignore[no-any-return]
+
+
+def self_attention(qkv: torch.Tensor, causal: bool = True) -> torch.Tensor:
+    """`attention` for one (B, T, 3, H, D) tensor: (B, T, H, D). Its gradient is written in one piece."""
+    if not _fused_attention(qkv):
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return reference.attention(q, k, v, causal).transpose(1, 2)
+    out, _ = torch.ops.sparsam.self_attention(*_autocast(qkv), causal)
+    return out  # type: ignore[no-any-return]
+
+
+def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+
+
+def _fused_attention(x: torch.Tensor) -> bool:
+    if x.device.type != "cpu" or x.shape[-1] % 32 or not 32 <= x.shape[-1] <= 128 or x.numel() == 0:
+        return False
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    return dtype == torch.bfloat16 and _has_amx()
+
+
+@torch.compiler.assume_constant_result
+def _has_amx() -> bool:
+    return cpu.current_isa() == "amx"
+
+
+_lib = torch.library.Library("sparsam", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+
+def _native() -> cpu.Library:
+    native = cpu.library()
+    assert native is not None, "the fused operator is called only where the library is"
+    return native
+
+
+def _views(qkv: torch.Tensor) -> list[torch.Tensor]:
+    """q, k, v as (B, H, T, D) views of one (B, T, 3, H, D) tensor."""
+    return list(qkv.permute(2, 0, 3, 1, 4).unbind(0))
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    out, lse = _forward_fake(q, k, v, causal)
+    done = _native().attention_forward(q, k, v, out, lse, q.shape[-1] ** -0.5, causal)
+    assert done, "the kernel does every shape that _fused_attention admits"
+    return out, lse
+
+
+def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, tokens, size = q.shape
+    out = q.new_empty(batch, tokens, heads, size).transpose(1, 2)
+    return out, q.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradients = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
+    _run_backward([q, k, v, out, dout, *gradients], lse, causal)
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _run_backward(tensors: list[torch.Tensor], lse: torch.Tensor, causal: bool) -> None:
+    inputs = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors[:5]]
+    done = _native().attention_backward([*inputs, *tensors[5:]], lse, tensors[0].shape[-1] ** -0.5, causal)
+    assert done, "the kernel does every shape that _fused_attention admits"
+
+
+def _backward_fake(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(  # type: ignore[return-value]
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v)
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.causal = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    return (*torch.ops.sparsam.attention_backward(dout, *ctx.saved_tensors, ctx.causal), None)
+
+
+def _self_forward(qkv: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _forward(*_views(qkv), causal)
+    return out.transpose(1, 2), lse
+
+
+def _self_forward_fake(qkv: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _forward_fake(*_views(qkv), causal)
+    return out.transpose(1, 2), lse
+
+
+def _self_backward(
+    dout: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool
+) -> torch.Tensor:
+    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    _run_backward([*_views(qkv), out.transpose(1, 2), dout.transpose(1, 2), *_views(dqkv)], lse, causal)
+    return dqkv
+
+
+def _self_backward_fake(dout: torch.Tensor, qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+def _self_gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    return torch.ops.sparsam.self_attention_backward(dout, *ctx.saved_tensors, ctx.causal), None
+
+
+_SAVED = "Tensor out, Tensor lse, bool causal"
+for _name, _schema, _cpu, _fake in (
+    ("attention", "(Tensor q, Tensor k, Tensor v, bool causal) -> (Tensor, Tensor)", _forward, _forward_fake),
+    (
+        "attention_backward",
+        f"(Tensor dout, Tensor q, Tensor k, Tensor v, {_SAVED}) -> (Tensor, Tensor, Tensor)",
+        _backward,
+        _backward_fake,
+    ),
+    ("self_attention", "(Tensor qkv, bool causal) -> (Tensor, Tensor)", _self_forward, _self_forward_fake),
+    ("self_attention_backward", f"(Tensor dout, Tensor qkv, {_SAVED}) -> Tensor", _self_backward, _self_backward_fake),
+):
+    _lib.define(_name + _schema, tags=_TAGS)
+    _lib.impl(_name, _cpu, "CPU")
+    torch.library.register_fake(f"sparsam::{_name}", _fake, lib=_lib)
+torch.library.register_autograd("sparsam::attention", _gradients, setup_context=_save, lib=_lib)
+torch.library.register_autograd("sparsam::self_attention", _self_gradients, setup_context=_save, lib=_lib)

@@ -1,0 +1,26 @@
+/* What one instruction set offers to api.cpp. Each backend is one translation unit compiled with its own flags;
+ * everything in it but its table is in an anonymous namespace, and it uses no inline function or template of the
+ * standard library (a copy compiled for a newer machine could be the one the linker keeps). */
+#ifndef SPARSAM_BACKEND_H
+#define SPARSAM_BACKEND_H
+#include "sparsam.h"
+
+struct Backend {
+  decltype(&sparsam_forward) forward;
+  decltype(&sparsam_backward) backward;
+  decltype(&sparsam_scores) scores;
+  decltype(&sparsam_pack_bytes) pack_bytes;
+  decltype(&sparsam_pack) pack;
+};
+
+/* Arguments are checked by api.cpp. A function may answer SPARSAM_UNSUPPORTED: the next slower backend is then tried
+ * (AMX leaves fp32 and blocks that do not fill its tiles to AVX-512). */
+extern const Backend sparsam_portable_backend;
+#ifdef SPARSAM_X86
+extern const Backend sparsam_avx2_backend;
+extern const Backend sparsam_avx512_backend;
+extern const Backend sparsam_avx512_bf16_backend;
+extern const Backend sparsam_amx_backend;
+#endif
+
+#endif
