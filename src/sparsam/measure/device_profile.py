@@ -1,0 +1,300 @@
+"""Times compact against dense once per shape on this device, and remembers: what decides a layer's storage.
+
+Kept as JSON on disk, one section per machine and library version, and carried by checkpoints. Not for reports of a
+whole step: a product that is faster alone is what this file knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from sparsam.kernels import cpu, ops
+from sparsam.kernels.index import BlockIndex, build_index
+from sparsam.measure.clock import interleaved
+from sparsam.measure.machine import fingerprint
+
+__all__ = ["DeviceProfile", "LinearShape", "LinearTiming", "default_path", "time_linear"]
+
+_VERSION = 1
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class LinearShape(NamedTuple):
+    """What decides the time of one linear layer: T tokens, K in, N out, blocks of R x C, density, format, threads."""
+
+    tokens: int
+    in_features: int
+    out_features: int
+    rows: int
+    cols: int
+    density: float
+    format: str
+    threads: int
+
+    @property
+    def key(self) -> str:
+        """One line, the same for densities that give the same number of blocks."""
+        return (
+            f"{self.tokens}x{self.in_features}x{self.out_features} blocks {self.rows}x{self.cols}"
+            f" {self.blocks} of {self.grid[0] * self.grid[1]} {self.format} {self.threads} threads"
+        )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(RB, CB): blocks per column and per row, edge blocks included."""
+        return math.ceil(self.out_features / self.rows), math.ceil(self.in_features / self.cols)
+
+    @property
+    def blocks(self) -> int:
+        """Active blocks."""
+        return round(self.density * self.grid[0] * self.grid[1])
+
+
+class LinearTiming(NamedTuple):
+    """Median time of forward and backward of one layer, block-sparse and dense, timed against each other."""
+
+    compact_ms: float
+    dense_ms: float
+
+
+class DeviceProfile:
+    """Timings of linear layers on this device, each taken once.
+
+    Args:
+        path: JSON file to remember them in; None = ``sparsam/device_profile.json`` in the user's cache folder. A file
+            that is damaged is reported and written anew; one that cannot be written is reported and done without.
+        timer: takes the timing of one shape; another one is for tests.
+    """
+
+    def __init__(
+        self, path: str | Path | None = None, timer: Callable[[LinearShape], LinearTiming] | None = None
+    ) -> None:
+        self.path = Path(path) if path is not None else default_path()
+        self._timer = timer or time_linear
+        self._machine = f"{fingerprint()}; kernels {_library_hash()}"
+        self._carried: dict[str, LinearTiming] = {}
+        self._known: dict[str, LinearTiming] = {}
+        self._used: dict[str, LinearTiming] = {}
+        self._load()
+
+    def linear(
+        self,
+        tokens: int,
+        in_features: int,
+        out_features: int,
+        rows: int,
+        cols: int,
+        density: float,
+        format: str = "bf16",
+        threads: int | None = None,
+    ) -> LinearTiming:
+        """Forward and backward of one layer, from memory or timed now (well under a second for most shapes).
+
+        Args:
+            tokens: T, rows of the input per call.
+            in_features, out_features: K, N.
+            rows, cols: block size.
+            density: active share of blocks, 0..1.
+            format: "bf16" (float32 weights, bfloat16 products, as under autocast) or "fp32".
+            threads: None = torch's current number.
+
+        Returns:
+            `LinearTiming` in ms.
+
+        Raises:
+            ValueError: a size below 1, a density outside [0, 1], an unknown format.
+        """
+        shape = LinearShape(
+            tokens, in_features, out_features, rows, cols, density, format, threads or torch.get_num_threads()
+        )
+        _check(shape)
+        timing = self._carried.get(shape.key) or self._known.get(shape.key)
+        if timing is None:
+            timing = LinearTiming(*self._timer(shape))
+            self._known[shape.key] = timing
+            self._save()
+        self._used[shape.key] = timing
+        return timing
+
+    def to_json(self) -> dict[str, Any]:
+        """What was asked of this profile so far, for a checkpoint: machine and key -> [compact_ms, dense_ms]."""
+        return {
+            "version": _VERSION,
+            "machine": self._machine,
+            "linear": {key: list(timing) for key, timing in (self._carried | self._used).items()},
+        }
+
+    @classmethod
+    def from_json(
+        cls,
+        data: Mapping[str, Any],
+        path: str | Path | None = None,
+        timer: Callable[[LinearShape], LinearTiming] | None = None,
+    ) -> DeviceProfile:
+        """A profile that answers with the timings of a checkpoint, whatever this machine would say.
+
+        Raises:
+            ValueError: not a profile, or one of a newer version.
+        """
+        profile = cls(path, timer)
+        if not isinstance(data, Mapping) or not isinstance(data.get("linear"), Mapping):
+            raise ValueError("device profile: expected the content of DeviceProfile.to_json(), got something else.")
+        if data.get("version") != _VERSION:
+            raise ValueError(
+                f"device profile: expected version {_VERSION}, got {data.get('version')!r}. Update sparsam."
+            )
+        profile._carried = _entries(data["linear"])
+        return profile
+
+    def _load(self) -> None:
+        try:
+            machines = json.loads(self.path.read_text(encoding="utf-8"))["machines"]
+            self._known = _entries(machines.get(self._machine, {}))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+            warnings.warn(
+                f"device profile: expected timings in {self.path}, got a damaged file ({type(problem).__name__})."
+                " Timing anew.",
+                stacklevel=3,
+            )
+
+    def _save(self) -> None:
+        # Read again first: another process may have timed other shapes meanwhile.
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            machines = dict(content["machines"])
+        except (OSError, ValueError, KeyError, TypeError):
+            machines = {}
+        mine = machines.get(self._machine)
+        merged = dict(mine) if isinstance(mine, dict) else {}
+        merged |= {key: list(timing) for key, timing in self._known.items()}
+        machines[self._machine] = merged
+        try:
+            _write_atomically(self.path, json.dumps({"version": _VERSION, "machines": machines}, indent=1))
+        except OSError as problem:
+            warnings.warn(
+                f"device profile: expected to write {self.path}, got {problem.strerror}."
+                " Timings are kept for this run only.",
+                stacklevel=4,
+            )
+
+
+def default_path() -> Path:
+    """Where timings are kept between runs: the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``)."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "sparsam" / "device_profile.json"
+
+
+def time_linear(shape: LinearShape, seconds: float = 0.4) -> LinearTiming:
+    """Times forward and backward of one layer, block-sparse and dense in turns, on random numbers of its own.
+
+    Both get float32 weights; in bf16 both run under autocast, as training does, so that rounding and packing the
+    weights is counted on both sides.
+
+    Args:
+        shape: the layer.
+        seconds: about how long the counted rounds may take.
+    """
+    dtype = _FORMATS[shape.format]
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(shape.tokens, shape.in_features, generator=random).to(dtype).requires_grad_()
+    gradient = torch.randn(shape.tokens, shape.out_features, generator=random).to(dtype)
+    dense = torch.randn(shape.out_features, shape.in_features, generator=random).div_(math.sqrt(shape.in_features))
+    dense.requires_grad_()
+    index = _random_index(shape, random)
+    values = torch.randn(shape.blocks, shape.rows, shape.cols, generator=random).mul_(0.05).requires_grad_()
+
+    def run(product: Callable[[], torch.Tensor]) -> None:
+        with torch.enable_grad(), _format(dtype):
+            y = product()
+        y.backward(gradient)
+        x.grad = dense.grad = values.grad = None
+
+    with _threads(shape.threads):
+        times = interleaved(
+            {
+                "compact": lambda: run(lambda: ops.block_linear(x, values, index, shape.out_features)),
+                "dense": lambda: run(lambda: F.linear(x, dense)),
+            },
+            repeats=31,
+            warmup=2,
+            seconds=seconds,
+        )
+    return LinearTiming(times["compact"].median_ms, times["dense"].median_ms)
+
+
+def _random_index(shape: LinearShape, random: torch.Generator) -> BlockIndex:
+    block_rows, block_cols = shape.grid
+    chosen = torch.randperm(block_rows * block_cols, generator=random)[: shape.blocks].sort().values
+    row, col = (chosen // block_cols).int(), (chosen % block_cols).int()
+    return build_index(row, col, block_rows, block_cols)
+
+
+def _format(dtype: torch.dtype) -> Any:
+    if dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast("cpu", dtype)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check(shape: LinearShape) -> None:
+    sizes = (shape.tokens, shape.in_features, shape.out_features, shape.rows, shape.cols, shape.threads)
+    if min(sizes) < 1:
+        raise ValueError(f"device profile: expected sizes of at least 1, got {shape}. Leave out empty layers.")
+    if not 0 <= shape.density <= 1:
+        raise ValueError(
+            f"device profile: expected a density in [0, 1], got {shape.density}. Density is the active share."
+        )
+    if shape.format not in _FORMATS:
+        raise ValueError(
+            f"device profile: expected a format of {', '.join(_FORMATS)}, got {shape.format!r}. Use one of them."
+        )
+
+
+def _entries(data: Mapping[str, Any]) -> dict[str, LinearTiming]:
+    return {str(key): LinearTiming(float(pair[0]), float(pair[1])) for key, pair in data.items()}
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _library_hash() -> str:
+    """Changes when the compiled kernels do, so that a rebuild is timed anew."""
+    library = cpu.library()
+    if library is None:
+        return "reference"
+    return hashlib.sha256(library.path.read_bytes()).hexdigest()[:12]
