@@ -3,24 +3,31 @@
  * standard library (a copy compiled for a newer machine could be the one the linker keeps). */
 #ifndef SPARSAM_BACKEND_H
 #define SPARSAM_BACKEND_H
+#include <stddef.h>
+
 #include "sparsam.h"
 
 struct Backend {
   decltype(&sparsam_forward) forward;
   decltype(&sparsam_backward) backward;
   decltype(&sparsam_scores) scores;
-  decltype(&sparsam_pack_bytes) pack_bytes;
+  decltype(&sparsam_pack_bytes) pack_bytes; /* negative: SPARSAM_UNSUPPORTED */
   decltype(&sparsam_pack) pack;
 };
 
 /* Arguments are checked by api.cpp. A function may answer SPARSAM_UNSUPPORTED: the next slower backend is then tried
  * (AMX leaves fp32 and blocks that do not fill its tiles to AVX-512). */
 extern const Backend sparsam_portable_backend;
-#ifdef SPARSAM_X86
+#if defined(__x86_64__)
 extern const Backend sparsam_avx2_backend;
 extern const Backend sparsam_avx512_backend;
 extern const Backend sparsam_avx512_bf16_backend;
 extern const Backend sparsam_amx_backend;
 #endif
+
+/* Grow-only buffer number `which` of the calling thread: page-aligned, contents undefined, valid until the same thread
+ * asks for the same number again. NULL when memory is out. Several Python threads never share one. */
+enum { SPARSAM_SCRATCH_COUNT = 8 };
+void* sparsam_scratch(int which, size_t bytes);
 
 #endif
