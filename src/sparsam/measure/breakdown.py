@@ -5,8 +5,12 @@ For finding what is left once the products are fast. Not for comparing two model
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
@@ -59,11 +63,17 @@ def step_breakdown(step: Callable[[], object], steps: int = 2, warmup: int = 1) 
         raise ValueError(f"step_breakdown: expected at least 1 step, got {steps}. Use 2 or more.")
     for _ in range(warmup):
         step()
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        began = time.perf_counter()
+    recorded = profile(activities=[ProfilerActivity.CPU])
+    with _without_traces():
+        recorded.start()
+    began = time.perf_counter()
+    try:
         for _ in range(steps):
             step()
         total_us = (time.perf_counter() - began) * 1e6
+    finally:
+        with _without_traces():
+            recorded.stop()
     spent: dict[str, float] = {}
     for event in recorded.events():
         part = _part(event)
@@ -86,3 +96,25 @@ def _part(event: Any) -> str:
             return part
     # Frames around operators (autograd nodes, user annotations) hold only the interpreter's time of their own.
     return _REST if name.startswith(("aten::", "sparsam::")) else _OUTSIDE
+
+
+@contextmanager
+def _without_traces() -> Iterator[None]:
+    """Keeps the profiler's own trace lines ("USDT:...", written by C++ to stderr) out of the user's terminal."""
+    sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:  # no stderr at all
+        yield
+        return
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            caught.seek(0)
+            others = [line for line in caught.read().splitlines(keepends=True) if not line.startswith(b"USDT:")]
+            if others:
+                os.write(2, b"".join(others))

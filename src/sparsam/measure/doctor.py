@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,22 +74,22 @@ def measure(progress: Callable[[str], object] | None = None, quick: bool = False
     return rows
 
 
-def _machine_rows(machine: dict[str, object]) -> list[Row]:
+def _machine_rows(machine: dict[str, Any]) -> list[Row]:
     available = cpu.available_isas()
     paths = ", ".join(available) if available else "none: no compiled kernels, products run on the PyTorch reference"
     section = "Machine"
     rows = [
         Row(section, "processor", None, str(machine["cpu"])),
-        Row(section, "cores allowed", measured(float(machine["allowed_cpus"]), "CPUs"), f"of {machine['cores']}"),  # type: ignore[arg-type]
+        Row(section, "cores allowed", None, f"{machine['allowed_cpus']:g} of {machine['cores']}"),
         Row(section, "threads", None, f"{machine['threads']}"),
-        Row(section, "memory", measured(float(machine["memory_bytes"]), "B")),  # type: ignore[arg-type]
+        Row(section, "memory", None, measured(machine["memory_bytes"], "B").text),
         Row(section, "kernel paths", None, paths),
         Row(section, "kernel path in use", None, ops.backend()),
         Row(section, "large pages for tensors", None, _pages(bool(machine["transparent_huge_pages"]))),
         Row(section, "torch", None, f"{machine['torch']}, Python {machine['python']}, sparsam {machine['sparsam']}"),
     ]
     if machine["accelerators"]:
-        names = ", ".join(str(name) for name in machine["accelerators"])  # type: ignore[attr-defined]
+        names = ", ".join(str(name) for name in machine["accelerators"])
         rows.append(
             Row(section, "accelerators", None, f"{names}: no block-sparse kernels yet, the reference runs there")
         )

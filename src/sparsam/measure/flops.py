@@ -156,7 +156,7 @@ def _linear_module(module: Any, tokens: int) -> tuple[float, float, float]:
         _, rows, cols = module.values.shape
         sparse = 2.0 * tokens * live * rows * cols
         return dense, dense if getattr(module, "product", "kernel") == "dense" else sparse, sparse
-    topology = getattr(module, "topology", None)
+    topology = getattr(module, "weight_topology", None)  # masked storage
     if isinstance(topology, Tensor) and topology.dtype == torch.bool and topology.numel():
         return dense, dense, dense * float(topology.float().mean())
     return dense, dense, dense
