@@ -1,0 +1,1 @@
+"""In which numbers it is computed."""

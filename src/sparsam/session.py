@@ -1,0 +1,237 @@
+"""One training loop: the parts attached to it, the order they act in, and their state. It knows no part by name."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Part", "Rewire", "Session"]
+
+
+@dataclass(frozen=True)
+class Rewire:
+    """A new topology was applied to one layer; for whoever keeps state per weight.
+
+    Attributes:
+        layer: name of the layer.
+        module: the module that owns the weight.
+        parameter: the tensor that holds the weight.
+        topology: bool grid after the rewire, True = active unit.
+        dropped: bool grid, units that were active and no longer are.
+        grown: bool grid, units that are active and were not.
+        new_entries: bool, broadcastable to the parameter: entries whose state begins anew. In compact storage these
+            are the slots that moved, in masked storage the grown and the dropped entries.
+    """
+
+    layer: str
+    module: nn.Module
+    parameter: nn.Parameter
+    topology: torch.Tensor
+    dropped: torch.Tensor
+    grown: torch.Tensor
+    new_entries: torch.Tensor
+
+
+class Part:
+    """One thing attached to a training loop. Every seam does nothing until a part fills it in."""
+
+    def attach(self, session: Session) -> None:
+        """Called once, when the session is built; refuses what it cannot work with."""
+
+    def forward(self) -> contextlib.AbstractContextManager[object]:
+        """Surrounds the forward pass."""
+        return contextlib.nullcontext()
+
+    def before_step(self) -> None:
+        """Gradients of the whole window are there, unscaled and unclipped. Called once a step, also when called twice."""
+
+    def after_step(self, applied: bool) -> None:
+        """The optimiser has stepped, or (applied False) the step was skipped."""
+
+    def after_rewire(self, event: Rewire) -> None:
+        """Another part moved units of a layer."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the log, by name."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values (numbers, strings, lists, dicts of them) that a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+    def detach(self) -> None:
+        """Leaves the model and the optimiser as a loop without this part would have them."""
+
+
+class Session:
+    """The ordered parts of one training loop. Use:
+
+        with session.forward():
+            loss = loss_of(model, batch)
+        session.backward(loss)
+        applied = session.step()
+
+    Args:
+        model: what is trained.
+        optimizer: the user's own; the session calls its `step` and `zero_grad`.
+        parts: in the order in which they act.
+        accumulate: backwards in one window. `step` does nothing until the window is full.
+        clip: largest global L2 norm of the gradients, or None.
+        seed: of every random choice that parts make.
+
+    Attributes:
+        applied_steps: optimiser steps taken so far; what every schedule counts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        parts: Sequence[Part] = (),
+        *,
+        accumulate: int = 1,
+        clip: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        if accumulate < 1:
+            raise ValueError(f"accumulate: expected at least 1 backward in a window, got {accumulate}.")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip: expected a norm > 0 or None, got {clip}.")
+        self.model = model
+        self.optimizer = optimizer
+        self.parts = list(parts)
+        self.accumulate = accumulate
+        self.clip = clip
+        self.seed = seed
+        self.applied_steps = 0
+        self._backwards = 0
+        self._samples = 0.0
+        self._gradient_norm = math.nan
+        self._prepared = False
+        for part in self.parts:
+            part.attach(self)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Surrounds one forward pass and its loss."""
+        with contextlib.ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.forward())
+            # the last backward of a window is the one that talks to other ranks
+            if self._backwards + 1 < self.accumulate and hasattr(self.model, "no_sync"):
+                stack.enter_context(self.model.no_sync())
+            yield
+
+    def backward(self, loss: torch.Tensor, samples: float | None = None) -> None:
+        """Adds this loss's gradients to the window.
+
+        Args:
+            loss: scalar, the mean over its micro-batch.
+            samples: how many samples (or tokens) that mean is over, so that the window's gradient is the mean over all
+                of them; without it every micro-batch of the window weighs the same. Give it always or never.
+        """
+        if self._backwards >= self.accumulate:
+            raise ValueError(f"backward: the window of {self.accumulate} is full. Call step() first.")
+        weight = 1.0 if samples is None else float(samples)
+        single = self.accumulate == 1
+        # scaled here and divided once in step(): a window cut short is then still an exact mean
+        (loss if single or weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        self._backwards += 1
+        self._samples += 1.0 if single else weight
+
+    def step(self, last: bool = False) -> bool:
+        """Takes the optimiser step when the window is full.
+
+        Args:
+            last: take it with the micro-batches there are (the end of an epoch).
+
+        Returns:
+            True when weights were updated.
+        """
+        if self._backwards == 0 or (self._backwards < self.accumulate and not last):
+            return False
+        if self._samples != 1.0:
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(self._samples)
+        self.before_step()
+        applied = self._clip()
+        if applied:
+            self.optimizer.step()
+        self.after_step(applied)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._backwards, self._samples = 0, 0.0
+        return applied
+
+    def before_step(self) -> None:
+        """For a loop that owns backward and clipping: call when a window's gradients are there. Idempotent per step."""
+        if not self._prepared:
+            for part in self.parts:
+                part.before_step()
+            self._prepared = True
+
+    def after_step(self, applied: bool = True) -> None:
+        """For a loop that owns the optimiser step: call after it. Schedules move only when it was applied."""
+        self._prepared = False
+        if applied:
+            self.applied_steps += 1
+        for part in self.parts:
+            part.after_step(applied)
+
+    def rewired(self, event: Rewire) -> None:
+        """Tells every part that units of a layer have moved."""
+        for part in self.parts:
+            part.after_rewire(event)
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of all parts, and the gradient norm of the last step when it is clipped."""
+        own = {} if math.isnan(self._gradient_norm) else {"gradient_norm": self._gradient_norm}
+        return own | {name: value for part in self.parts for name, value in part.metrics().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the session and its parts. Taken between steps; a half-filled window has no place in it."""
+        if self._backwards:
+            raise ValueError(
+                f"state_dict: {self._backwards} of {self.accumulate} backwards of a window are done. "
+                "Save after step(), or take step(last=True) first."
+            )
+        parts = [part.state_dict() for part in self.parts]
+        return {"version": 1, "applied_steps": self.applied_steps, "parts": parts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave to a session with the same parts."""
+        if state["version"] != 1:
+            raise ValueError(f"session state: expected version 1, got {state['version']}. Use the sparsam that wrote it.")
+        if len(state["parts"]) != len(self.parts):
+            raise ValueError(
+                f"session state: expected {len(self.parts)} parts, got {len(state['parts'])}. Attach the same parts."
+            )
+        self.applied_steps = int(state["applied_steps"])
+        for part, part_state in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(part_state)
+
+    def detach(self) -> None:
+        """Detaches every part, last one first. The model and optimiser go on without the session."""
+        while self.parts:
+            self.parts.pop().detach()
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def _clip(self) -> bool:
+        """Clips to the global norm; False when that norm is not finite, so that the step is skipped."""
+        if self.clip is None:
+            return True
+        norm = nn.utils.clip_grad_norm_(self._parameters(), self.clip)
+        self._gradient_norm = float(norm)
+        return math.isfinite(self._gradient_norm)

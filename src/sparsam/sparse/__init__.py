@@ -1,0 +1,1 @@
+"""What is connected: patterns, scores, methods, the layers that store blocks only, and the part that rewires them."""

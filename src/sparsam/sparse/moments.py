@@ -1,0 +1,94 @@
+"""Carries an optimiser's state per weight through a rewire or a change of storage. It knows no optimiser's maths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+__all__ = ["check_optimizer", "moments", "reset_moments", "swap_parameter"]
+
+# Their update of one weight reads its neighbours in the matrix, which compact storage and zeros both break.
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo", "AdamW8bit", "Adam8bit")
+# Running means of squares. Zero would make the first step after a rewire several times too long.
+_SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses optimisers that do not update every weight by itself.
+
+    Raises:
+        ValueError: names the optimiser.
+    """
+    name = type(optimizer).__name__
+    if name in _NOT_ELEMENTWISE:
+        raise ValueError(
+            f"{name}: expected an element-wise optimiser (SGD, the Adam family, Lion, RMSprop, Adagrad), got one whose "
+            "update reads the shape of the matrix. Use AdamW, or train dense."
+        )
+
+
+def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """What the optimiser keeps per weight of a parameter, by name: tensors of the parameter's shape.
+
+    Raises:
+        ValueError: it keeps a tensor of another shape, whose meaning per weight is unknown.
+    """
+    found = {}
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            continue
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"{type(optimizer).__name__}: expected state {key!r} of shape {tuple(parameter.shape)}, got "
+                f"{tuple(value.shape)}. Sparse layers need an element-wise optimiser such as AdamW or SGD."
+            )
+        found[key] = value
+    return found
+
+
+def reset_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, new: torch.Tensor) -> None:
+    """Begins the state of some entries anew: zero, or for second moments the mean over the layer's other entries.
+
+    With zero moments and a large step count, Adam's first step would be about 3 lr at beta2 = 0.999.
+
+    Args:
+        optimizer: any element-wise one.
+        parameter: the stored weights.
+        new: bool, broadcastable to the parameter, True = begin anew.
+    """
+    new = new.expand_as(parameter)
+    for key, value in moments(optimizer, parameter).items():
+        fresh = 0.0
+        if key in _SECOND_MOMENTS:
+            # entries that never had a gradient are zero and say nothing about its size
+            old = value[~new & (value > 0)]
+            fresh = float(old.mean()) if old.numel() else 0.0
+        value.masked_fill_(new, fresh)
+
+
+def swap_parameter(
+    optimizer: torch.optim.Optimizer,
+    old: nn.Parameter,
+    new: nn.Parameter,
+    convert: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Puts a parameter in another's place: same group, state converted entry by entry.
+
+    Args:
+        optimizer: one that holds `old`.
+        old: the parameter that goes.
+        new: the parameter that comes.
+        convert: a tensor of old's shape -> one of new's shape.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+    if old in optimizer.state:
+        state = optimizer.state.pop(old)
+        per_weight = {
+            key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == old.shape
+        }
+        optimizer.state[new] = {
+            key: convert(value).contiguous() if key in per_weight else value for key, value in state.items()
+        }

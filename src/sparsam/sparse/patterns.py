@@ -1,0 +1,109 @@
+"""Which weights live and die together. A pattern lays a grid of units over a weight seen as (rows, cols)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["Block", "Pattern", "Unstructured", "top_k"]
+
+
+class Pattern(ABC):
+    """A grid of units over a weight of shape (N, K); weights of more dimensions are seen as (N, the rest)."""
+
+    @abstractmethod
+    def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """How many units there are, down and across."""
+
+    @abstractmethod
+    def reduce(self, entries: torch.Tensor) -> torch.Tensor:
+        """Mean of the entries (N, K) of each unit, float32 over the grid; padding is not averaged over."""
+
+    @abstractmethod
+    def expand(self, units: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        """Repeats each unit's value over its entries: (N, K) of units' dtype."""
+
+    def choose(self, scores: torch.Tensor, count: int, ties: torch.Tensor) -> torch.Tensor:
+        """Topology of exactly `count` units with the highest scores; equal scores are ordered by `ties`."""
+        return top_k(scores, count, ties)
+
+
+@dataclass(frozen=True)
+class Block(Pattern):
+    """Blocks of rows x cols weights. Shapes that do not divide are padded at the edge.
+
+    Args:
+        rows: output features in one block, >= 1.
+        cols: input features in one block, >= 1.
+    """
+
+    rows: int
+    cols: int
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.cols < 1:
+            raise ValueError(f"Block: expected rows and cols >= 1, got Block({self.rows}, {self.cols}).")
+
+    def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return -(-shape[0] // self.rows), -(-shape[1] // self.cols)
+
+    def reduce(self, entries: torch.Tensor) -> torch.Tensor:
+        entries = entries.float()
+        sums = self._blocks(entries).sum((1, 3))
+        down, across = (self._inside(size, unit, entries.device) for size, unit in zip(entries.shape, (self.rows, self.cols), strict=True))
+        return sums / (down[:, None] * across)
+
+    def expand(self, units: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        whole = units.repeat_interleave(self.rows, 0).repeat_interleave(self.cols, 1)
+        return whole[: shape[0], : shape[1]]
+
+    def _blocks(self, entries: torch.Tensor) -> torch.Tensor:
+        """(N, K) -> (RB, R, CB, C), padded with zeros."""
+        down, across = self.grid((entries.shape[0], entries.shape[1]))
+        padding = (0, across * self.cols - entries.shape[1], 0, down * self.rows - entries.shape[0])
+        return F.pad(entries, padding).view(down, self.rows, across, self.cols)
+
+    @staticmethod
+    def _inside(size: int, unit: int, device: torch.device) -> torch.Tensor:
+        """Entries of each unit along one side that are not padding."""
+        starts = torch.arange(0, size, unit, device=device)
+        return (size - starts).clamp(max=unit).float()
+
+
+@dataclass(frozen=True)
+class Unstructured(Pattern):
+    """Every weight is a unit of its own."""
+
+    def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return shape
+
+    def reduce(self, entries: torch.Tensor) -> torch.Tensor:
+        return entries.float()
+
+    def expand(self, units: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        return units
+
+
+def top_k(scores: torch.Tensor, count: int, ties: torch.Tensor) -> torch.Tensor:
+    """True at exactly `count` places: the highest scores, equal ones ordered by the higher `ties`.
+
+    Args:
+        scores: float32, any shape. -inf never wins before a finite one; NaN counts as -inf.
+        count: how many, 0 .. scores.numel().
+        ties: float32 of the same shape.
+
+    Raises:
+        ValueError: there are fewer places than `count`.
+    """
+    if not 0 <= count <= scores.numel():
+        raise ValueError(f"top_k: expected a count from 0 to {scores.numel()}, got {count}.")
+    flat = torch.nan_to_num(scores.flatten(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    # a stable sort over the order of ties: exact even when every score is the same, where a threshold is not
+    by_tie = ties.flatten().argsort(descending=True, stable=True)
+    order = by_tie[flat[by_tie].argsort(descending=True, stable=True)]
+    chosen = torch.zeros(flat.shape, dtype=torch.bool, device=scores.device)
+    chosen[order[:count]] = True
+    return chosen.view(scores.shape)

@@ -1,0 +1,207 @@
+"""Every sparse weight of a model behind one interface, whichever way it is stored: what parts and methods work on."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from sparsam.session import Rewire
+from sparsam.sparse.layers import SparseLinear
+from sparsam.sparse.masked import TopologyBuffer, masked_weights
+from sparsam.sparse.patterns import Pattern
+
+__all__ = ["CompactWeight", "MaskedWeight", "SparseWeight", "sparse_weights"]
+
+
+class SparseWeight(ABC):
+    """One weight with a topology. "Entries" are tensors of the stored parameter's shape."""
+
+    name: str
+    module: nn.Module
+    # whether what a probe collects is this rank's alone; a masked weight's gradient was averaged by the wrapper
+    probe_is_local: bool
+
+    @property
+    @abstractmethod
+    def parameter_name(self) -> str:
+        """Name of the parameter inside the module."""
+
+    @property
+    @abstractmethod
+    def pattern(self) -> Pattern: ...
+
+    @property
+    @abstractmethod
+    def topology(self) -> torch.Tensor:
+        """bool grid, True = active unit."""
+
+    @property
+    @abstractmethod
+    def dense_shape(self) -> tuple[int, int]:
+        """(N, K) of the weight that the grid lies over."""
+
+    @abstractmethod
+    def reduce(self, entries: torch.Tensor) -> torch.Tensor:
+        """Entries -> float32 grid, the mean over each unit."""
+
+    @abstractmethod
+    def rewire(self, topology: torch.Tensor) -> torch.Tensor:
+        """Applies a topology; returns which entries begin anew (bool, broadcastable to the parameter)."""
+
+    @abstractmethod
+    def open_probe(self, dense: bool) -> None:
+        """From here on, backwards also collect the gradient of units that do not exist.
+
+        Args:
+            dense: collect the whole dense gradient (exact over several micro-batches and ranks) instead of the mean
+                |gradient| per unit of each backward.
+        """
+
+    @abstractmethod
+    def close_probe(self) -> torch.Tensor | None:
+        """What was collected: the dense gradient (N, K), or the float32 grid, or None when no backward came."""
+
+    def hold(self, held: bool) -> None:
+        """Tells the module whether a training loop holds its parameter."""
+
+    def keep_zeros(self) -> None:
+        """Sets what the optimiser, weight decay or a load may have written outside the topology to zero."""
+
+    def keep_gradient_zeros(self) -> None:
+        """Sets gradients outside the topology to zero."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.module.get_parameter(self.parameter_name)
+
+    def apply(self, topology: torch.Tensor) -> Rewire | None:
+        """Rewires when the topology is a new one and says what changed."""
+        before = self.topology.clone()
+        if torch.equal(before, topology):
+            return None
+        new_entries = self.rewire(topology)
+        return Rewire(
+            self.name, self.module, self.parameter, topology, before & ~topology, topology & ~before, new_entries
+        )
+
+
+class CompactWeight(SparseWeight):
+    """The blocks of a SparseLinear."""
+
+    probe_is_local = True
+
+    def __init__(self, name: str, module: SparseLinear) -> None:
+        self.name, self.module = name, module
+        self.layer = module
+
+    @property
+    def parameter_name(self) -> str:
+        return "values"
+
+    @property
+    def pattern(self) -> Pattern:
+        return self.layer.pattern
+
+    @property
+    def topology(self) -> torch.Tensor:
+        return self.layer.topology
+
+    @property
+    def dense_shape(self) -> tuple[int, int]:
+        return self.layer.out_features, self.layer.in_features
+
+    def reduce(self, entries: torch.Tensor) -> torch.Tensor:
+        # padding holds zeros: the sum is right as it is, the mean counts what lies inside
+        entries = entries.float()
+        layer = self.layer
+        live = layer.block_row >= 0
+        row, col = layer.block_row[live].long(), layer.block_col[live].long()
+        rows, cols = layer.pattern.rows, layer.pattern.cols
+        height = (layer.out_features - row * rows).clamp(max=rows)
+        width = (layer.in_features - col * cols).clamp(max=cols)
+        grid = entries.new_zeros(layer.grid)
+        grid[row, col] = entries[live].sum((1, 2)) / (height * width)
+        return grid
+
+    def rewire(self, topology: torch.Tensor) -> torch.Tensor:
+        return self.layer.rewire(topology)[:, None, None]
+
+    def open_probe(self, dense: bool) -> None:
+        if self.layer.probe is not None:
+            return
+        shape = self.dense_shape if dense or self.layer.product == "dense" else self.layer.grid
+        # one stored zero seen as a matrix: the gradient is what takes memory, and only on this step
+        probe = torch.zeros((), device=self.parameter.device).expand(shape)
+        self.layer.probe = probe.requires_grad_()
+
+    def close_probe(self) -> torch.Tensor | None:
+        probe, self.layer.probe = self.layer.probe, None
+        return None if probe is None else probe.grad
+
+    def hold(self, held: bool) -> None:
+        self.layer.attached = held
+
+
+class MaskedWeight(SparseWeight):
+    """A dense weight with a topology beside it."""
+
+    probe_is_local = False
+
+    def __init__(self, name: str, buffer: TopologyBuffer) -> None:
+        self.name, self.module = name, buffer.module
+        self.buffer = buffer
+
+    @property
+    def parameter_name(self) -> str:
+        return self.buffer.weight_name
+
+    @property
+    def pattern(self) -> Pattern:
+        return self.buffer.pattern
+
+    @property
+    def topology(self) -> torch.Tensor:
+        return self.buffer.topology
+
+    @property
+    def dense_shape(self) -> tuple[int, int]:
+        shape = self.parameter.shape
+        return shape[0], math.prod(shape[1:])
+
+    def reduce(self, entries: torch.Tensor) -> torch.Tensor:
+        return self.pattern.reduce(entries.reshape(self.dense_shape))
+
+    @torch.no_grad()
+    def rewire(self, topology: torch.Tensor) -> torch.Tensor:
+        before = self.buffer.active.clone()
+        self.topology.copy_(topology)
+        self.buffer.apply(self.parameter)
+        return before != self.buffer.active
+
+    def open_probe(self, dense: bool) -> None:
+        """Nothing to do: the weight is dense, and so is its gradient."""
+
+    def close_probe(self) -> torch.Tensor | None:
+        gradient = self.parameter.grad
+        return None if gradient is None else gradient.reshape(self.dense_shape)
+
+    def keep_zeros(self) -> None:
+        self.buffer.apply(self.parameter)
+
+    def keep_gradient_zeros(self) -> None:
+        self.buffer.apply(self.parameter.grad)
+
+
+def sparse_weights(model: nn.Module) -> dict[str, SparseWeight]:
+    """All sparse weights of a model by layer name, each once, in the model's order."""
+    found: dict[str, SparseWeight] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, SparseLinear):
+            found[name] = CompactWeight(name, module)
+        for buffer in masked_weights(module):
+            key = name if buffer.weight_name == "weight" else f"{name}.{buffer.weight_name}".lstrip(".")
+            found[key] = MaskedWeight(key, buffer)
+    return found
