@@ -210,7 +210,9 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what `state_dict` gave to a session with the same parts."""
         if state["version"] != 1:
-            raise ValueError(f"session state: expected version 1, got {state['version']}. Use the sparsam that wrote it.")
+            raise ValueError(
+                f"session state: expected version 1, got {state['version']}. Use the sparsam that wrote it."
+            )
         if len(state["parts"]) != len(self.parts):
             raise ValueError(
                 f"session state: expected {len(self.parts)} parts, got {len(state['parts'])}. Attach the same parts."

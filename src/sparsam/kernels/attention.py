@@ -62,9 +62,10 @@ def _native() -> cpu.Library:
     return native
 
 
-def _views(qkv: torch.Tensor) -> list[torch.Tensor]:
+def _views(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v as (B, H, T, D) views of one (B, T, 3, H, D) tensor."""
-    return list(qkv.permute(2, 0, 3, 1, 4).unbind(0))
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -107,7 +107,8 @@ def block_mean(dense: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     width = torch.full((1, sums.shape[1]), float(cols), device=dense.device)
     height[-1] -= -out_features % rows
     width[:, -1] -= -in_features % cols
-    return sums / (height * width)
+    mean: torch.Tensor = sums / (height * width)
+    return mean
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -119,4 +120,5 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -
     if causal:
         future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
         weights = weights.masked_fill(future, float("-inf"))
-    return weights.float().softmax(-1).to(v.dtype) @ v
+    out: torch.Tensor = weights.float().softmax(-1).to(v.dtype) @ v
+    return out

@@ -43,7 +43,9 @@ def erdos_renyi(shapes: Mapping[str, tuple[int, ...]], density: float) -> dict[s
 
 def _checked(density: float) -> float:
     if not 0.0 < density <= 1.0:
-        raise ValueError(f"density: expected a share of active units in (0, 1], got {density}. Sparsity is 1 - density.")
+        raise ValueError(
+            f"density: expected a share of active units in (0, 1], got {density}. Sparsity is 1 - density."
+        )
     return density
 
 

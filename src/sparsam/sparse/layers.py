@@ -64,6 +64,10 @@ class SparseLinear(nn.Module):
     values: nn.Parameter
     block_row: torch.Tensor
     block_col: torch.Tensor
+    row_start: torch.Tensor
+    row_slots: torch.Tensor
+    col_start: torch.Tensor
+    col_slots: torch.Tensor
 
     def __init__(
         self,
@@ -152,9 +156,7 @@ class SparseLinear(nn.Module):
         if x.shape[-1] != self.in_features:
             raise ValueError(f"SparseLinear: expected x of (..., {self.in_features}), got {tuple(x.shape)}.")
         if self.product == "dense":
-            weight = dense_from_blocks(
-                self.values, self.block_row, self.block_col, self.out_features, self.in_features
-            )
+            weight = dense_from_blocks(self.values, self.block_row, self.block_col, self.out_features, self.in_features)
             if self.probe is not None:
                 weight = weight + self.probe
             return activate(F.linear(x, weight, self.bias), self.activation)
@@ -249,9 +251,7 @@ class SparseLinear(nn.Module):
         packed = packs[x.dtype]
         if packed is None:
             return block_linear(x, self.values, self.index, self.out_features, self.bias, self.activation)
-        return packed_block_linear(
-            x, packed, self.values, self.index, self.out_features, self.bias, self.activation
-        )
+        return packed_block_linear(x, packed, self.values, self.index, self.out_features, self.bias, self.activation)
 
     def _rebuild_index(self) -> None:
         if self.block_row.is_meta:
@@ -276,7 +276,7 @@ class SparseLinear(nn.Module):
             self.values = nn.Parameter(self.values.new_zeros(values.shape), self.values.requires_grad)
             self.block_row = self.block_row.new_empty(len(values))
             self.block_col = self.block_col.new_empty(len(values))
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self.unfreeze()
         self._rebuild_index()
 

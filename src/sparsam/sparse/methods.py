@@ -65,7 +65,9 @@ class DropGrow(Method):
     def update(self, views: Mapping[str, LayerView], step: int) -> Mapping[str, torch.Tensor]:
         fraction = self.fraction(step)
         return {
-            name: drop_grow(view.topology, self.drop(view), self.grow(view), fraction, view.random("drop"), view.random("grow"))
+            name: drop_grow(
+                view.topology, self.drop(view), self.grow(view), fraction, view.random("drop"), view.random("grow")
+            )
             for name, view in views.items()
         }
 

@@ -44,7 +44,9 @@ class SparseTraining(Part):
         self.session = session
         self._weights = sparse_weights(session.model)
         if not self._weights:
-            raise ValueError("SparseTraining: expected a model with sparse layers, got none. Call sparsify(model, ...) first.")
+            raise ValueError(
+                "SparseTraining: expected a model with sparse layers, got none. Call sparsify(model, ...) first."
+            )
         check_optimizer(session.optimizer)
         held = [parameter for group in session.optimizer.param_groups for parameter in group["params"]]
         for weight in self._weights.values():

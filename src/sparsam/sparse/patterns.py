@@ -53,7 +53,10 @@ class Block(Pattern):
     def reduce(self, entries: torch.Tensor) -> torch.Tensor:
         entries = entries.float()
         sums = self._blocks(entries).sum((1, 3))
-        down, across = (self._inside(size, unit, entries.device) for size, unit in zip(entries.shape, (self.rows, self.cols), strict=True))
+        down, across = (
+            self._inside(size, unit, entries.device)
+            for size, unit in zip(entries.shape, (self.rows, self.cols), strict=True)
+        )
         return sums / (down[:, None] * across)
 
     def expand(self, units: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

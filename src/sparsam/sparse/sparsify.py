@@ -133,8 +133,20 @@ def sparsify(
         ValueError: the model is wrapped, no layer is eligible, or an argument does not fit.
     """
     candidates = _decide(
-        model, pattern, density, include, exclude, heads, embeddings, allocation, storage, profile, tokens,
-        format, if_slow, seed
+        model,
+        pattern,
+        density,
+        include,
+        exclude,
+        heads,
+        embeddings,
+        allocation,
+        storage,
+        profile,
+        tokens,
+        format,
+        if_slow,
+        seed,
     )
     if not any(candidate.topology is not None for candidate in candidates):
         reasons = "; ".join(f"{candidate.name}: {candidate.reason}" for candidate in candidates[:4])
@@ -204,7 +216,9 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     for module in list(model.modules()):
         buffers = masked_weights(module)
         if isinstance(module, SparseLinear) and bool((module.block_row < 0).any()):
-            smaller = SparseLinear.from_dense(module.to_dense(), module.topology, module.pattern, product=module.product)
+            smaller = SparseLinear.from_dense(
+                module.to_dense(), module.topology, module.pattern, product=module.product
+            )
             old: nn.Parameter = module.values
             convert = _through_dense(module.scatter, smaller.gather)
         elif type(module) in (nn.Linear, ActivatedLinear) and buffers and isinstance(buffers[0].pattern, Block):
@@ -261,9 +275,13 @@ def _decide(
     if storage == "compact" and not isinstance(pattern, Block):
         raise ValueError(f"storage: expected a Block pattern for compact storage, got {pattern}. Use storage='masked'.")
     if profile is not None and tokens is None:
-        raise ValueError("tokens: a profile was given without the number of rows it should time. Pass tokens=batch * length.")
+        raise ValueError(
+            "tokens: a profile was given without the number of rows it should time. Pass tokens=batch * length."
+        )
     if not 0.0 < density <= 1.0:
-        raise ValueError(f"density: expected a share of active units in (0, 1], got {density}. Sparsity is 1 - density.")
+        raise ValueError(
+            f"density: expected a share of active units in (0, 1], got {density}. Sparsity is 1 - density."
+        )
     candidates = list(_candidates(model))
     chosen = set(select([candidate.name for candidate in candidates], include, exclude))
     wanted = []
@@ -278,7 +296,9 @@ def _decide(
         candidate.density = densities[candidate.name]
         is_compact = storage == "compact" or (storage == "auto" and isinstance(pattern, Block) and not candidate.tied)
         candidate.storage = "compact" if is_compact else "masked"
-        candidate.reason = "asked for" if is_compact or storage == "masked" else f"{pattern} is stored dense: no time saved"
+        candidate.reason = (
+            "asked for" if is_compact or storage == "masked" else f"{pattern} is stored dense: no time saved"
+        )
         if candidate.tied:
             candidate.reason = f"tied with {', '.join(candidate.tied)}: stored dense, counted once"
         if profile is not None and is_compact and isinstance(pattern, Block):
@@ -366,9 +386,7 @@ def _apply(
         assert isinstance(module, nn.Linear) and isinstance(pattern, Block)
         units, active = candidate.topology.numel(), int(candidate.topology.sum())
         slots = min(units, active + round(active * headroom))
-        sparse = SparseLinear.from_dense(
-            module, candidate.topology, pattern, slots=slots, product=candidate.product
-        )
+        sparse = SparseLinear.from_dense(module, candidate.topology, pattern, slots=slots, product=candidate.product)
         for parent, attribute in candidate.places:
             setattr(parent, attribute, sparse)
         _swap(optimizer, old, sparse.values, sparse.gather)

@@ -94,7 +94,10 @@ class SparsityTable:
             for row in self.rows
         ]
         widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in (head, *body)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in (head, *body)
+        ]
         lines.append(
             f"sparsity {100 * (1 - self.density):.2f} % of the sparse layers' weights, "
             f"{100 * (1 - self.density_all):.2f} % of all parameters"
