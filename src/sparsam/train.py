@@ -1,0 +1,378 @@
+"""The loop, to be read top to bottom: `Training` builds what a recipe says, resumes, and takes steps; `train` runs it.
+
+Not for your own loop: that needs only `sparsify` and `Session`, and this file shows how they are used.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from sparsam import checkpoint, measure
+from sparsam.precision.part import Precision
+from sparsam.rate import LearningRate
+from sparsam.recipe import Recipe
+from sparsam.run import Run, RunError
+from sparsam.session import Part, Rewire, Session
+from sparsam.sparse.part import SparseTraining
+from sparsam.sparse.table import SparsityTable
+from sparsam.tasks import language
+
+__all__ = ["Interrupted", "Progress", "Training", "Twin", "train"]
+
+# A clipped step whose gradient is not finite is skipped; a run of them will not end by itself.
+_MOST_SKIPPED_STEPS = 20
+_SAMPLES_OF_TWIN = 8
+
+
+class Interrupted(Exception):
+    """The user asked to stop; everything up to the last step is saved."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one step looked like, for whoever shows it."""
+
+    step: int
+    loss: float
+    tokens_per_second: float
+
+
+class Twin(Protocol):
+    """The dense twin, as the loop sees it."""
+
+    def advance(self, step: int) -> None:
+        """Trains on, up to and including `step`."""
+
+
+class Training:
+    """One training in one run folder: the model, what trains it, and where it stands.
+
+    Args:
+        recipe: what to do.
+        run: the folder; when it holds a checkpoint, the training stands where that was taken.
+        notify: is told things that a person should know, a line each.
+        task: the text, when it was read already.
+        resume: False begins anew beside what the folder holds, for the sampled twin, which keeps no state.
+
+    Raises:
+        ValueError: data or model are not what the recipe needs.
+        RunError: the folder holds another training than the recipe's.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Run,
+        notify: Callable[[str], None],
+        task: language.Task | None = None,
+        resume: bool = True,
+    ) -> None:
+        training = recipe.training
+        self.recipe, self.run = recipe, run
+        threads = training.threads or min(torch.get_num_threads(), measure.thread_allowance())
+        torch.set_num_threads(threads)
+        torch.manual_seed(training.seed)
+
+        self.task = task or recipe.task()
+        self.corpus = self.task.corpus
+        model = self.task.build_model()
+        self.table: SparsityTable | None = None
+        profile = run.read("profile.json")  # a resumed run decides by the timings of its beginning
+        if recipe.sparsity is not None:
+            timings = measure.DeviceProfile() if profile is None else measure.DeviceProfile.from_json(profile)
+            self.table = recipe.sparsity.apply(model, timings, recipe.starts_trained, training)
+            profile = timings.to_json()
+            run.write("profile.json", profile)
+            run.write("layers.json", self.table.to_json())
+        self.model = model
+        self.optimizer = recipe.optimizer.build(model)
+        self.rewires = _RewireLog()
+        parts: list[Part] = [Precision(training.precision), self.rewires]
+        factor = 1.0
+        if recipe.sparsity is not None:
+            parts.insert(0, SparseTraining(recipe.sparsity.method.build(training.steps)))
+            factor = recipe.sparsity.lr_factor
+        parts.append(LearningRate(recipe.optimizer.schedule(training.steps), factor))
+        self.session = Session(
+            model, self.optimizer, parts, accumulate=training.accumulate, clip=recipe.optimizer.clip, seed=training.seed
+        )
+        self.batches = language.Batches(self.corpus.train, training.batch, training.context, training.seed)
+        self.compiled: nn.Module = torch.compile(model) if training.compile else model  # type: ignore[assignment]
+        self.seconds = 0.0
+        self._skipped = 0
+        self._phases: dict[str, list[float]] = {}
+        self._facts = {"corpus": self.corpus.fingerprint, "profile": profile}
+
+        if resume:
+            self._resume(notify)
+        run.write("environment.json", measure.describe())
+        measure.reset_peak_rss()  # the peak is that of the training, not of reading the text and timing the layers
+
+    @property
+    def step(self) -> int:
+        """Applied optimiser steps so far."""
+        return self.session.applied_steps
+
+    def advance(self, until: int, show: Callable[[Progress], None], stop: Callable[[], bool]) -> None:
+        """Trains up to and including step `until`, evaluating and saving on the way.
+
+        Args:
+            until: applied steps at the end.
+            show: is called after each step.
+            stop: is asked after each step; when it says True, the state is saved and Interrupted raised.
+
+        Raises:
+            Interrupted: `stop` said so.
+            RunError: the loss is no longer finite, or the disk is full.
+        """
+        training = self.recipe.training
+        if self.step == 0:
+            self._evaluate()
+        while self.step < min(until, training.steps):
+            if self.step == training.steps // 2 and training.steps >= 10:
+                # A step like all others, but the profiler slows it: its time is not among the times of steps.
+                parts = measure.step_breakdown(self._one_step, steps=1, warmup=0)
+                self.run.write("breakdown.json", {name: figure.to_json() for name, figure in parts.items()})
+            else:
+                progress = self._one_step()
+                self.run.append(self._record(progress))
+                show(progress)
+            at_end = self.step >= training.steps
+            if at_end or self.step % training.evaluate_every == 0:
+                self._evaluate()
+            stopped = stop()
+            if at_end or stopped or self.step % training.checkpoint_every == 0:
+                self.save()
+            if stopped and not at_end:
+                raise Interrupted
+
+    def sample(self, step: int, count: int) -> None:
+        """Takes `count` steps on the batches that follow `step`, for their time; the first one warms up.
+
+        Raises:
+            RunError: the disk is full.
+        """
+        self.batches.load_state_dict({"drawn": step * self.recipe.training.accumulate})
+        for place in range(count):
+            progress = self._one_step()
+            if place:
+                self.run.append({**self._record(progress), "step": step + place})
+
+    def finish(self) -> dict[str, Any]:
+        """Writes summary.json: what this process measured, every figure with unit and kind."""
+        records = list(self.run.records())
+        trained = [record for record in records if record["kind"] == "train"]
+        evaluated = [record for record in records if record["kind"] == "eval"]
+        figures: dict[str, measure.Figure] = {}
+        if trained:
+            figures["step_ms"] = measure.measured(statistics.median(r["step_ms"] for r in trained), "ms")
+            figures["tokens_per_second"] = measure.measured(
+                statistics.median(r["tokens_per_second"] for r in trained), "tokens/s"
+            )
+            figures["train_seconds"] = measure.measured(self.seconds, "s")
+        if evaluated:
+            figures["validation_loss"] = measure.measured(evaluated[-1]["loss"], "nats/token")
+            figures["bits_per_byte"] = measure.measured(evaluated[-1]["bits_per_byte"], "bits/byte")
+        kept = measure.training_bytes(self.model.parameters(), self.optimizer)
+        for name, size in kept.items():
+            figures[f"{name.removesuffix('s')}_bytes"] = measure.measured(size, "B")
+        figures["training_bytes"] = measure.measured(sum(kept.values()), "B")
+        figures["peak_rss_bytes"] = measure.measured(measure.peak_rss_bytes(), "B")
+        figures["parameters"] = measure.modelled(sum(p.numel() for p in self.model.parameters()), "")
+        batch = torch.zeros(self.recipe.training.batch, self.recipe.training.context, dtype=torch.int64)
+        flops = measure.training_step(self.model, batch)
+        for name, value in (("", flops.computed), ("_on_paper", flops.on_paper), ("_dense", flops.dense)):
+            figures[f"flops_per_step{name}"] = measure.modelled(value * self.recipe.training.accumulate, "FLOP")
+        if self.table is not None:
+            figures["density"] = measure.measured(self.table.density, "share")
+            figures["density_all"] = measure.measured(self.table.density_all, "share")
+        summary = {
+            "steps": self.step,
+            "figures": {name: figure.to_json() for name, figure in figures.items()},
+            "phases": {
+                name: measure.measured(statistics.median(times), "ms").to_json() for name, times in self._phases.items()
+            },
+            "breakdown": self.run.read("breakdown.json") or {},
+        }
+        self.run.write("summary.json", summary)
+        return summary
+
+    def save(self) -> None:
+        """Writes a checkpoint of this very step.
+
+        Raises:
+            RunError: it cannot be written; the one before is whole.
+        """
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": checkpoint.optimizer_state(self.model, self.optimizer),
+            "session": self.session.state_dict(),
+            "data": self.batches.state_dict(),
+            "rng": checkpoint.rng_state(),
+            "run": {"step": self.step, "seconds": self.seconds, **self._facts},
+        }
+        self.run.save(self.step, state)
+
+    def _resume(self, notify: Callable[[str], None]) -> None:
+        found = self.run.load(notify)
+        if found is None:
+            return
+        step, state = found
+        if state["run"]["corpus"] != self.corpus.fingerprint:
+            raise RunError(
+                f"{self.run.folder}: expected the text that this run began with ({self.corpus.name}), "
+                "it has changed since. Put it back, or start a new run."
+            )
+        self.model.load_state_dict(state["model"])
+        checkpoint.load_optimizer(self.model, self.optimizer, state["optimizer"])
+        self.session.load_state_dict(state["session"])
+        self.batches.load_state_dict(state["data"])
+        self.seconds = state["run"]["seconds"]
+        checkpoint.set_rng_state(state["rng"])
+        assert self.step == step, f"the checkpoint of step {step} holds the session of step {self.step}"
+
+    def _one_step(self) -> Progress:
+        """Micro-batches until a step is taken."""
+        began = time.perf_counter()
+        losses = []
+        applied = False
+        while not applied:
+            with self._timed("data"):
+                batch = self.batches.next()
+            with self._timed("forward"), self.session.forward():
+                loss = language.loss_of(self.compiled, batch)
+            losses.append(self._finite(float(loss.detach())))
+            with self._timed("backward"):
+                self.session.backward(loss, samples=len(batch.inputs))
+            with self._timed("optimiser and rewiring"):
+                applied = self.session.step()
+            self._count_skipped(applied, len(losses))
+        seconds = time.perf_counter() - began
+        self.seconds += seconds
+        tokens = len(losses) * self.recipe.training.batch * self.recipe.training.context
+        return Progress(self.step, statistics.fmean(losses[-self.recipe.training.accumulate :]), tokens / seconds)
+
+    def _record(self, progress: Progress) -> dict[str, Any]:
+        tokens = self.recipe.training.accumulate * self.recipe.training.batch * self.recipe.training.context
+        record: dict[str, Any] = {
+            "step": progress.step,
+            "kind": "train",
+            "loss": progress.loss,
+            "step_ms": tokens / progress.tokens_per_second * 1e3,
+            "tokens_per_second": progress.tokens_per_second,
+            "seconds": self.seconds,
+            "density": 1.0 if self.table is None else self.table.density,
+            **self.session.metrics(),  # sparsity, learning rate, gradient norm
+        }
+        moved = self.rewires.take()
+        if moved:
+            self.run.append(
+                {"step": progress.step, "kind": "rewire", "layers": len(moved), "grown": sum(moved.values())}
+            )
+        return record
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        training = self.recipe.training
+        self.model.eval()
+        total, tokens = 0.0, 0
+        for batch in language.validation_batches(
+            self.corpus.validation, training.batch, training.context, training.evaluate_windows
+        ):
+            with self.session.forward():
+                total += float(language.loss_of(self.model, batch)) * batch.targets.numel()
+            tokens += batch.targets.numel()
+        self.model.train()
+        loss = total / tokens
+        bits = loss / math.log(2) / self.corpus.bytes_per_token
+        self.run.append(
+            {"step": self.step, "kind": "eval", "loss": loss, "bits_per_byte": bits, "seconds": self.seconds}
+        )
+
+    def _finite(self, loss: float) -> float:
+        if not math.isfinite(loss) and self.recipe.optimizer.clip is None:
+            raise RunError(f"{self._failure(f'the loss is {loss}')}, or set optimizer.clip, which skips such steps.")
+        return loss
+
+    def _count_skipped(self, applied: bool, micro_batches: int) -> None:
+        if micro_batches % self.recipe.training.accumulate == 0:
+            self._skipped = 0 if applied else self._skipped + 1
+        if self._skipped >= _MOST_SKIPPED_STEPS:
+            raise RunError(f"{self._failure(f'{self._skipped} steps in a row had gradients that are not finite')}.")
+
+    def _failure(self, what: str) -> str:
+        return f"{self.run.folder}: stopped after step {self.step}, {what}. Start anew with a lower optimizer.lr"
+
+    def _timed(self, phase: str) -> AbstractContextManager[None]:
+        return _Clock(self._phases.setdefault(phase, []))
+
+
+def train(
+    training: Training,
+    show: Callable[[Progress], None],
+    stop: Callable[[], bool],
+    twin: Twin | None = None,
+) -> None:
+    """Trains to the end, the dense twin in turns with it: what disturbs the machine disturbs both.
+
+    Args:
+        training: where it stands decides where it goes on.
+        show: is called after each step.
+        stop: is asked after each step.
+        twin: told to come along; in full it follows to the same step, sampled a few times for a few steps.
+
+    Raises:
+        Interrupted: `stop` said so.
+        RunError: see `Training.advance`.
+    """
+    recipe = training.recipe
+    turn = recipe.training.evaluate_every
+    if recipe.twin == "sampled":
+        turn = max(1, recipe.training.steps // _SAMPLES_OF_TWIN)
+    try:
+        while True:
+            if twin is not None:
+                twin.advance(training.step)
+            if training.step >= recipe.training.steps:
+                break
+            training.advance(training.step - training.step % turn + turn, show, stop)
+    except Interrupted:
+        training.save()
+        raise
+    training.finish()
+
+
+class _RewireLog(Part):
+    """Counts the units that grew in each layer since it was last asked."""
+
+    def __init__(self) -> None:
+        self._grown: dict[str, int] = {}
+
+    def after_rewire(self, event: Rewire) -> None:
+        self._grown[event.layer] = int(event.grown.sum())
+
+    def take(self) -> Mapping[str, int]:
+        grown, self._grown = self._grown, {}
+        return grown
+
+
+class _Clock:
+    """Appends the milliseconds spent inside to a list."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.times = times
+
+    def __enter__(self) -> None:
+        self.began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.times.append((time.perf_counter() - self.began) * 1e3)
