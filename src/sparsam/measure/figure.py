@@ -56,6 +56,8 @@ class Figure:
         elif unit in _PREFIXED:
             number, prefix = _scaled(value, 1000.0, _DECIMAL)
             unit = prefix + unit
+        elif unit.startswith(("nats", "bits")):  # losses differ in the third decimal
+            number = f"{value:.3f}"
         elif unit == "share":
             return f"{100 * value:.3g} %"
         elif unit == "x":

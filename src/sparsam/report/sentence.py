@@ -1,0 +1,122 @@
+"""The one sentence a person can quote: what was trained, what it saved against its dense twin, and at what loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sparsam.measure.figure import Figure
+from sparsam.report.claims import Comparison, sparsity
+from sparsam.report.load import RunData
+
+__all__ = ["duration", "sentence"]
+
+
+def sentence(run: RunData, comparisons: list[Comparison]) -> str:
+    """One sentence, true by itself: every gain in it has its dense twin, and what was not compared is not spoken of.
+
+    Args:
+        run: the run folder's content.
+        comparisons: of the same run, see `compare`.
+
+    Returns:
+        One sentence with a full stop.
+    """
+    rows = {row.name: row for row in comparisons}
+    subject = _subject(run)
+    speed = rows.get("tokens_per_second")
+    if not any(row.gain for row in comparisons):
+        return _without_claim(run, subject, rows)
+    clauses = []
+    if speed is not None and speed.gain is not None and speed.sparse is not None and speed.dense is not None:
+        clauses.append(_speed(speed.gain, speed.sparse, speed.dense))
+    memory = rows.get("training_bytes")
+    if memory is not None and memory.gain is not None and memory.sparse is not None and memory.dense is not None:
+        share = memory.sparse.value / memory.dense.value
+        clauses.append(
+            f"{'needs' if share <= 1 else 'but needs'} {100 * share:.0f} % of its memory"
+            " for parameters, gradients and optimiser"
+        )
+    quality = _quality(rows)
+    if quality:
+        clauses.append(quality)
+    end = "; it was sampled for that, and quality was not compared" if run.twin == "sampled" else ""
+    return f"{subject} {_join(clauses)}{_where(run)}{end}."
+
+
+def duration(seconds: float) -> str:
+    """Time as people say it: ``"42 s"``, ``"3.1 minutes"``, ``"2.5 hours"``."""
+    if seconds < 90:
+        return f"{seconds:.3g} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} minutes"
+    return f"{seconds / 3600:.1f} hours"
+
+
+def _subject(run: RunData) -> str:
+    share = sparsity(run)
+    if share is None:
+        return "This dense model"
+    pattern = _pattern(run.recipe)
+    return f"This {100 * share:.3g} % sparse model{f' ({pattern})' if pattern else ''}"
+
+
+def _pattern(recipe: Mapping[str, object]) -> str:
+    section = recipe.get("sparsity")
+    pattern = section.get("pattern") if isinstance(section, Mapping) else None
+    if isinstance(pattern, Mapping) and "rows" in pattern and "cols" in pattern:
+        return f"{pattern['rows']}x{pattern['cols']} blocks"
+    return ""
+
+
+def _speed(gain: Figure, sparse: Figure, dense: Figure) -> str:
+    times, figures = f"{gain.value:.2f}x", f"{sparse.value:,.0f} against {dense.value:,.0f} tokens/s"
+    if gain.value >= 1.005:
+        return f"trains {times} as fast as its dense twin ({figures})"
+    if gain.value > 0.995:
+        return f"trains as fast as its dense twin ({figures})"
+    return f"trains slower than its dense twin, at {times} its speed ({figures})"
+
+
+def _quality(rows: Mapping[str, Comparison]) -> str:
+    loss = rows.get("validation_loss")
+    if loss is None or loss.sparse is None or loss.dense is None:
+        return ""
+    reached = rows.get("time_to_twin")
+    text = f"ends at a validation loss of {loss.sparse.value:.3f} against {loss.dense.value:.3f} {loss.sparse.unit}"
+    if reached is not None and reached.gain is not None and reached.sparse is not None and reached.dense is not None:
+        share = reached.sparse.value / reached.dense.value
+        text += f", having reached its twin's final loss in {share:.2f} of the twin's time"
+    return text
+
+
+def _without_claim(run: RunData, subject: str, rows: Mapping[str, Comparison]) -> str:
+    facts = []
+    speed, loss = rows.get("tokens_per_second"), rows.get("validation_loss")
+    if speed is not None and speed.sparse is not None:
+        beside = f" (its dense twin: {speed.dense.value:,.0f})" if speed.dense is not None else ""
+        facts.append(f"trained at {speed.sparse.value:,.0f} tokens/s{beside}")
+    if loss is not None and loss.sparse is not None:
+        beside = f" (its dense twin: {loss.dense.value:.3f})" if loss.dense is not None else ""
+        facts.append(f"reached a validation loss of {loss.sparse.value:.3f} {loss.sparse.unit}{beside}")
+    if run.dense is None:
+        reason = "no dense twin ran, so no saving is claimed"
+    elif any(layer.storage == "masked" for layer in run.layers):
+        reason = "it keeps and multiplies its zeros (masked storage), so no gain is claimed"
+    else:
+        reason = "no layer of it is stored sparse, so no gain is claimed"
+    return f"{subject} {_join(facts) if facts else 'was trained'}{_where(run)}; {reason}."
+
+
+def _where(run: RunData) -> str:
+    cpu, threads = str(run.environment.get("cpu") or ""), run.environment.get("threads")
+    cpu = cpu.replace("(R)", "").replace("(TM)", "")
+    if not cpu:
+        return ""
+    article = "an" if cpu[:1].lower() in "aeiou" else "a"
+    return f", on {threads} thread{'' if threads == 1 else 's'} of {article} {cpu}"
+
+
+def _join(clauses: list[str]) -> str:
+    if len(clauses) < 2:
+        return "".join(clauses)
+    return ", ".join(clauses[:-1]) + " and " + clauses[-1]
