@@ -252,7 +252,7 @@ def write_json(path: Path, value: Any) -> None:
         raise
 
 
-def _parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+def _parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
@@ -277,7 +277,7 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield text
     for tensor in tensors.values():
         if tensor.numel():
-            yield memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            yield memoryview(_as_bytes(tensor))
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -289,10 +289,14 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
                 continue
             tensor = torch.empty(entry["shape"], dtype=_TORCH_DTYPES[entry["dtype"]])
             start, end = entry["data_offsets"]
-            if start != end and file.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) != end - start:
+            if start != end and file.readinto(_as_bytes(tensor)) != end - start:
                 raise ValueError(f"{path.name} ends inside {name}")
             tensors[name] = tensor
     return tensors
+
+
+def _as_bytes(tensor: Tensor) -> Any:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:

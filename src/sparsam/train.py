@@ -44,6 +44,7 @@ class Progress:
     step: int
     loss: float
     tokens_per_second: float
+    step_seconds: float
 
 
 class Twin(Protocol):
@@ -259,15 +260,16 @@ class Training:
         seconds = time.perf_counter() - began
         self.seconds += seconds
         tokens = len(losses) * self.recipe.training.batch * self.recipe.training.context
-        return Progress(self.step, statistics.fmean(losses[-self.recipe.training.accumulate :]), tokens / seconds)
+        return Progress(
+            self.step, statistics.fmean(losses[-self.recipe.training.accumulate :]), tokens / seconds, seconds
+        )
 
     def _record(self, progress: Progress) -> dict[str, Any]:
-        tokens = self.recipe.training.accumulate * self.recipe.training.batch * self.recipe.training.context
         record: dict[str, Any] = {
             "step": progress.step,
             "kind": "train",
             "loss": progress.loss,
-            "step_ms": tokens / progress.tokens_per_second * 1e3,
+            "step_ms": progress.step_seconds * 1e3,
             "tokens_per_second": progress.tokens_per_second,
             "seconds": self.seconds,
             "density": 1.0 if self.table is None else self.table.density,

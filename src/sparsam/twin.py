@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class TwinProcess:
             if "note" in event:
                 self._notify(f"dense twin: {event['note']}")
             else:
-                self._show(Progress(event["step"], event["loss"], event["tokens_per_second"]))
+                self._show(Progress(**event))
         raise RunError(
             f"dense twin: its process ended (exit status {self._process.wait()}), perhaps for lack of memory. "
             "Go on with --resume, or train without it: --set twin=none"
@@ -123,7 +124,7 @@ def main(folder: Path) -> int:
         events.flush()
 
     def show(progress: Progress) -> None:
-        send(step=progress.step, loss=progress.loss, tokens_per_second=progress.tokens_per_second)
+        send(**asdict(progress))
 
     try:
         recipe = parse_recipe((folder / "recipe.yaml").read_text(encoding="utf-8"), name="recipe.yaml")

@@ -80,7 +80,7 @@ class _Loader(yaml.SafeLoader):
     """YAML without two of its traps: a key given twice is refused, and 1e-3 is a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.YAMLError(f"the key '{key}' is given twice (line {node.start_mark.line + 1})")

@@ -6,7 +6,7 @@ What does not go together is refused here, before any data is read. Every defaul
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import yaml
@@ -19,7 +19,7 @@ from sparsam.sparse import methods
 from sparsam.sparse.allocation import erdos_renyi, uniform
 from sparsam.sparse.methods import Method
 from sparsam.sparse.patterns import Block, Pattern, Unstructured
-from sparsam.sparse.sparsify import sparsify
+from sparsam.sparse.sparsify import inspect, sparsify
 from sparsam.sparse.table import SparsityTable
 from sparsam.tasks import language
 from sparsam.tasks.gpt import GPT
@@ -60,6 +60,10 @@ class GPTModel(Strict):
     heads: int = Field(8, ge=1)
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"] = "gelu"
 
+    @property
+    def text(self) -> str:
+        return f"byte-level GPT · {self.layers} layers, width {self.width}, {self.heads} heads"
+
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.width % self.heads:
@@ -81,6 +85,10 @@ class BlockPattern(Strict):
     rows: int = Field(32, ge=1, le=256)
     cols: int = Field(32, ge=1, le=256)
 
+    @property
+    def text(self) -> str:
+        return f"blocks of {self.rows} × {self.cols}"
+
     def build(self) -> Pattern:
         return Block(self.rows, self.cols)
 
@@ -90,6 +98,10 @@ class UnstructuredPattern(Strict):
 
     name: Literal["unstructured"] = "unstructured"
 
+    @property
+    def text(self) -> str:
+        return "single weights"
+
     def build(self) -> Pattern:
         return Unstructured()
 
@@ -98,6 +110,9 @@ class Static(Strict):
     """The first topology is kept."""
 
     name: Literal["static"] = "static"
+
+    def text(self, steps: int) -> str:
+        return "the first topology stays"
 
     def build(self, steps: int) -> Method:
         return methods.static()
@@ -111,10 +126,17 @@ class Rewiring(Strict):
     fraction: float = Field(0.3, gt=0, le=1)
     until: float = Field(0.75, gt=0, le=1)
 
+    def text(self, steps: int) -> str:
+        name = "RigL" if self.name == "rigl" else "SET"
+        return f"{name} every {self.every} steps until step {self._last(steps)}"
+
     def build(self, steps: int) -> Method:
         """The method for a training of so many steps; `until` is a share of them."""
         make = methods.rigl if self.name == "rigl" else methods.set_
-        return make(self.every, self.fraction, max(1, int(self.until * steps)))
+        return make(self.every, self.fraction, self._last(steps))
+
+    def _last(self, steps: int) -> int:
+        return max(1, int(self.until * steps))
 
 
 def _named(default: str) -> Discriminator:
@@ -167,22 +189,27 @@ class Sparsity(Strict):
     def apply(
         self, model: nn.Module, profile: DeviceProfile, trained: bool, training: TrainingSection
     ) -> SparsityTable:
-        """Makes the model sparse; what `sparsify` says of each layer."""
-        return sparsify(
-            model,
-            self.pattern.build(),
-            self.density,
-            include=self.include,
-            exclude=self.exclude,
-            allocation=uniform if self.allocation == "uniform" else erdos_renyi,
-            storage=self.storage,
-            profile=profile,
-            tokens=training.batch * training.context,
-            format=training.precision,
-            if_slow=self.if_slow,
-            sparse_fan_in=not trained if self.sparse_fan_in is None else self.sparse_fan_in,
-            seed=training.seed,
-        )
+        """Makes the model sparse; the table of what was done."""
+        fan_in = not trained if self.sparse_fan_in is None else self.sparse_fan_in
+        pattern, options = self.pattern.build(), self._options(profile, training)
+        return sparsify(model, pattern, self.density, sparse_fan_in=fan_in, **options)
+
+    def inspect(self, model: nn.Module, profile: DeviceProfile, training: TrainingSection) -> SparsityTable:
+        """The table that `apply` would give; the model stays as it is."""
+        return inspect(model, self.pattern.build(), self.density, **self._options(profile, training))
+
+    def _options(self, profile: DeviceProfile, training: TrainingSection) -> dict[str, Any]:
+        return {
+            "include": self.include,
+            "exclude": self.exclude,
+            "allocation": uniform if self.allocation == "uniform" else erdos_renyi,
+            "storage": self.storage,
+            "profile": profile,
+            "tokens": training.batch * training.context,
+            "format": training.precision,
+            "if_slow": self.if_slow,
+            "seed": training.seed,
+        }
 
 
 class AdamW(Strict):
@@ -275,21 +302,21 @@ class Recipe(Strict):
         """
         path = None if self.data.path is None else Path(self.data.path).expanduser()
         share, context = self.data.validation_share, self.training.context
-        if isinstance(self.model, str):
-            folder = FolderModel(Path(self.model).expanduser())
-            if folder.context is not None and context > folder.context:
-                raise ValueError(
-                    f"{self.model}: expected training.context of at most {folder.context}, got {context}. Set less."
-                )
-            corpus = language.read_corpus(path, share, folder.tokenise, folder.separator)
-            return language.Task(corpus, folder.build_model, folder.folder.resolve().name)
-        options = self.model.model_dump()
-        layers, width, heads = (options[name] for name in ("layers", "width", "heads"))
-        return language.Task(
-            language.read_corpus(path, share),
-            lambda: GPT(**options, context=context),
-            f"byte-level GPT · {layers} layers, width {width}, {heads} heads",
-        )
+        if isinstance(self.model, GPTModel):
+            return language.Task(language.read_corpus(path, share), self.build_model, self.model.text)
+        folder = FolderModel(Path(self.model).expanduser())
+        if folder.context is not None and context > folder.context:
+            raise ValueError(
+                f"{self.model}: expected training.context of at most {folder.context}, got {context}. Set less."
+            )
+        corpus = language.read_corpus(path, share, folder.tokenise, folder.separator)
+        return language.Task(corpus, folder.build_model, folder.folder.resolve().name)
+
+    def build_model(self) -> nn.Module:
+        """The dense model, initialised from the global random state or read from its folder."""
+        if isinstance(self.model, GPTModel):
+            return GPT(**self.model.model_dump(), context=self.training.context)
+        return FolderModel(Path(self.model).expanduser()).build_model()
 
     @property
     def starts_trained(self) -> bool:
@@ -299,6 +326,14 @@ class Recipe(Strict):
     def dense(self) -> Recipe:
         """The recipe of the dense twin: the same in everything but sparsity."""
         return self.model_copy(update={"sparsity": None, "twin": "none"})
+
+    def resolved(self) -> Recipe:
+        """The same with absolute paths, so that a run can be taken up again from anywhere."""
+        data = self.data
+        if data.path is not None:
+            data = data.model_copy(update={"path": str(Path(data.path).expanduser().resolve())})
+        model = str(Path(self.model).expanduser().resolve()) if isinstance(self.model, str) else self.model
+        return self.model_copy(update={"data": data, "model": model})
 
     def yaml(self) -> str:
         """The recipe with every value written out, as `read_recipe` reads it."""

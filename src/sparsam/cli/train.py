@@ -1,0 +1,164 @@
+"""`sparsam train`: reads a recipe, trains it and its dense twin in turns, and reports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from sparsam import __version__, measure
+from sparsam.cli.screen import Bars, console, facts
+from sparsam.recipe import Recipe, default_recipe, parse_recipe, read_recipe
+from sparsam.report import write as write_report
+from sparsam.run import Run
+from sparsam.tasks.language import Task
+from sparsam.train import Interrupted, Training
+from sparsam.train import train as run_training
+from sparsam.twin import TwinProcess
+
+__all__ = ["train"]
+
+_SPARSE, _DENSE, _TWIN = "sparse", "dense", "dense twin"
+
+
+def train(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="YAML file. None: a GPT on Python's standard library.", show_default=False)
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="A text file, or a folder of them.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the run. [default: runs/DATE-TIME]", show_default=False)
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.", show_default=False)] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change the recipe, e.g. sparsity.density=0.2.", show_default=False
+        ),
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run folder.", show_default=False)] = None,
+) -> None:
+    """Trains a model block-sparse, and its dense twin on the same batches; reports what was saved."""
+    if resume is not None:
+        given = {"RECIPE": recipe, "--data": data, "--out": out, "--steps": steps, "--set": set_}
+        if refused := [name for name, value in given.items() if value]:
+            raise ValueError(f"--resume keeps the recipe of its run: expected it alone, got {', '.join(refused)} too.")
+        with Run.open(resume) as run:
+            _train(parse_recipe(run.recipe, name=str(resume / "recipe.yaml")), run)
+        return
+    settings = list(set_ or [])
+    if data is not None:
+        settings.append(f"data.path={json.dumps(str(data))}")
+    if steps is not None:
+        settings.append(f"training.steps={steps}")
+    chosen = read_recipe(recipe or default_recipe(), settings).resolved()
+    task = chosen.task()  # before there is a folder: a text that is refused leaves nothing behind
+    folder = out or _new_folder()
+    with Run.create(folder, chosen.yaml()) as run:
+        try:
+            _train(chosen, run, task)
+        except ValueError:  # refused by the model or the layers, before the first step
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _train(recipe: Recipe, run: Run, task: Task | None = None) -> None:
+    screen = console()
+    screen.print(f"[bold]sparsam[/] {__version__}\n")
+    notes: list[str] = []
+    training = Training(recipe, run, notes.append, task)
+    screen.print(facts(_about(training)))
+    screen.print()
+    name = _SPARSE if recipe.sparsity is not None else _DENSE
+    kinds = {name: f"{100 * (1 - training.table.density):.3g} % sparse" if training.table is not None else "dense"}
+    if recipe.twin != "none":
+        kinds[_TWIN] = "dense" if recipe.twin == "full" else "sampled"
+    with Bars(screen, recipe.training.steps, kinds) as bars, _interruptible() as stop:
+        for note in notes:
+            bars.note(note)
+        try:
+            with ExitStack() as stack:
+                twin = None
+                if recipe.twin != "none":
+                    twin = stack.enter_context(TwinProcess(run.folder, partial(bars.show, _TWIN), bars.note))
+                    stop.forward = twin.interrupt
+                run_training(training, partial(bars.show, name), stop, twin)
+            interrupted = False
+        except Interrupted:
+            interrupted = True
+    screen.print()
+    if interrupted:
+        screen.print(f"Stopped after step {training.step} of {recipe.training.steps}; all of it is saved. Go on with:")
+        screen.print(f"\n  {escape(run.resume_command)}\n", soft_wrap=True)
+        raise typer.Exit(130)
+    screen.print(write_report(run.folder))
+
+
+def _about(training: Training) -> Iterator[tuple[str, str]]:
+    """What is about to be trained, in a few lines."""
+    recipe, machine = training.recipe, measure.describe()
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    yield "text", str(training.corpus)
+    yield "model", f"{training.task.model_name} · {parameters / 1e6:.3g} M parameters"
+    if training.table is not None and recipe.sparsity is not None:
+        sparse = [row for row in training.table.rows if row.storage != "dense"]
+        method = recipe.sparsity.method.text(recipe.training.steps)
+        yield (
+            "sparse",
+            f"{100 * (1 - training.table.density):.3g} % of {len(sparse)} of {len(training.table.rows)} matrices · "
+            f"{recipe.sparsity.pattern.text} · {method}",
+        )
+    yield (
+        "machine",
+        f"{machine['cpu']} · {machine['threads']} threads · {machine['isa']} kernels · {recipe.training.precision}",
+    )
+    yield "run", f"{training.run.folder}" + (f" · from step {training.step}" if training.step else "")
+    if machine["warning"]:
+        yield "warning", str(machine["warning"])
+
+
+class _Stop:
+    """Whether Ctrl-C was pressed. Pressed again, it stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.forward: Callable[[], None] = lambda: None
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def on_signal(self, number: int, frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self.forward()
+
+
+@contextmanager
+def _interruptible() -> Iterator[_Stop]:
+    """SIGINT and SIGTERM let the step in hand end, and the state be saved."""
+    stop = _Stop()
+    before = {number: signal.signal(number, stop.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _new_folder() -> Path:
+    base = Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
+    folder, number = base, 1
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
