@@ -53,22 +53,48 @@ def block_linear(
     Raises:
         ValueError: a shape or dtype does not fit.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"block_linear: expected a floating-point x, got {x.dtype}. Cast it first.")
+    # as torch's own autocast does, double is left alone; meta has none
+    if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    _, rows, cols = values.shape
-    block_rows, block_cols = index.row_start.shape[0] - 1, index.col_start.shape[0] - 1
-    if -(-out_features // rows) != block_rows or -(-x.shape[-1] // cols) != block_cols:
+    _check(x, values, index, out_features, bias, activation, probe)
+    keep_pre = activation != "none" and torch.is_grad_enabled()
+    y, _ = torch.ops.sparsam.block_linear(x, values, bias, probe, *index, out_features, activation, keep_pre)
+    return y  # type: ignore[no-any-return]
+
+
+def _check(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    index: BlockIndex,
+    out_features: int,
+    bias: torch.Tensor | None,
+    activation: str,
+    probe: torch.Tensor | None,
+) -> None:
+    """Refuses whatever would let a kernel read or write outside a tensor."""
+    if values.dim() != 3:
+        raise ValueError(f"block_linear: expected values of (slots, rows, cols), got {tuple(values.shape)}.")
+    slots, rows, cols = values.shape
+    if not slots == index.block_row.shape[0] == index.row_slots.shape[0] == index.col_slots.shape[0]:
         raise ValueError(
-            f"block_linear: expected x with K and out_features that make {block_rows} x {block_cols} blocks of "
+            f"block_linear: expected an index of {slots} slots, got {index.block_row.shape[0]}. Build it with build_index."
+        )
+    grid = index.row_start.shape[0] - 1, index.col_start.shape[0] - 1
+    if -(-out_features // rows) != grid[0] or -(-x.shape[-1] // cols) != grid[1]:
+        raise ValueError(
+            f"block_linear: expected x with K and out_features that make {grid[0]} x {grid[1]} blocks of "
             f"{rows} x {cols}, got K = {x.shape[-1]} and out_features = {out_features}."
         )
     if activation not in cpu.ACTIVATIONS:
         raise ValueError(f"block_linear: expected an activation of {', '.join(cpu.ACTIVATIONS)}, got {activation!r}.")
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"block_linear: expected a floating-point x, got {x.dtype}. Cast it first.")
-    keep_pre = activation != "none" and torch.is_grad_enabled()
-    y, _ = torch.ops.sparsam.block_linear(x, values, bias, probe, *index, out_features, activation, keep_pre)
-    return y  # type: ignore[no-any-return]
+    if bias is not None and bias.shape != (out_features,):
+        raise ValueError(f"block_linear: expected a bias of ({out_features},), got {tuple(bias.shape)}.")
+    if probe is not None and probe.shape not in (grid, (out_features, x.shape[-1])):
+        raise ValueError(
+            f"block_linear: expected a probe of {grid} or ({out_features}, {x.shape[-1]}), got {tuple(probe.shape)}."
+        )
 
 
 def pack(
@@ -193,7 +219,7 @@ def _backward_cpu(
     *index, activation, need_dx, need_dvalues, need_dbias = rest
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
     dvalues = torch.empty_like(values, memory_format=torch.contiguous_format) if need_dvalues else x.new_empty(0)
-    dbias = torch.empty(grad.shape[-1]) if need_dbias else torch.empty(0)
+    dbias = torch.empty(grad.shape[-1] if need_dbias else 0, dtype=torch.float32)
     native.backward(
         _rows(grad),
         _rows(x),
@@ -218,7 +244,7 @@ def _backward_reference(
     return (
         dx.reshape(x.shape) if need_dx else none,
         dvalues if need_dvalues else none.clone(),
-        dbias.float() if need_dbias else none.float().clone(),
+        (dbias if need_dbias else none.clone()).to(_bias_dtype(grad)),
     )
 
 
@@ -229,8 +255,13 @@ def _backward_fake(
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
         torch.empty_like(values, memory_format=torch.contiguous_format) if need_dvalues else x.new_empty(0),
-        grad.new_empty(grad.shape[-1] if need_dbias else 0, dtype=torch.float32),
+        grad.new_empty(grad.shape[-1] if need_dbias else 0, dtype=_bias_dtype(grad)),
     )
+
+
+def _bias_dtype(grad: torch.Tensor) -> torch.dtype:
+    """A sum over all tokens is kept no narrower than float32."""
+    return torch.promote_types(grad.dtype, torch.float32)
 
 
 _lib.define(
