@@ -70,11 +70,12 @@ def limit_rate(schedule: Schedule, per_step: float) -> Schedule:
     known: list[float] = []
 
     def limited(step: int) -> float:
+        step = max(step, 0)
         while len(known) <= step:
             wanted = schedule(len(known))
             last = known[-1] if known else wanted
             known.append(min(max(wanted, last - per_step), last + per_step))
-        return known[max(step, 0)]
+        return known[step]
 
     return limited
 

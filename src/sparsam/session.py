@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Part", "Rewire", "Session"]
 
@@ -49,7 +51,7 @@ class Part:
         return contextlib.nullcontext()
 
     def before_step(self) -> None:
-        """Gradients of the whole window are there, unscaled and unclipped. Called once a step, also when called twice."""
+        """Gradients of the whole window are there, unscaled and unclipped. Comes once a step."""
 
     def after_step(self, applied: bool) -> None:
         """The optimiser has stepped, or (applied False) the step was skipped."""
@@ -86,10 +88,12 @@ class Session:
         parts: in the order in which they act.
         accumulate: backwards in one window. `step` does nothing until the window is full.
         clip: largest global L2 norm of the gradients, or None.
-        seed: of every random choice that parts make.
+        seed: of every random choice that parts make; with several ranks, rank 0's counts.
 
     Attributes:
         applied_steps: optimiser steps taken so far; what every schedule counts.
+        divisor: what the gradients of the window were divided by before `before_step`; a part that gathers gradients
+            of its own divides by it too.
     """
 
     def __init__(
@@ -111,14 +115,22 @@ class Session:
         self.parts = list(parts)
         self.accumulate = accumulate
         self.clip = clip
-        self.seed = seed
+        self.seed = _from_rank_zero(seed)
         self.applied_steps = 0
+        self.divisor = 1.0
         self._backwards = 0
         self._samples = 0.0
+        self._weighed = False
         self._gradient_norm = math.nan
         self._prepared = False
-        for part in self.parts:
-            part.attach(self)
+        for position, part in enumerate(self.parts):
+            try:
+                part.attach(self)
+            except BaseException:
+                # a session that could not be built holds nothing
+                for attached in reversed(self.parts[:position]):
+                    attached.detach()
+                raise
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -127,7 +139,7 @@ class Session:
             for part in self.parts:
                 stack.enter_context(part.forward())
             # the last backward of a window is the one that talks to other ranks
-            if self._backwards + 1 < self.accumulate and hasattr(self.model, "no_sync"):
+            if self._backwards + 1 < self.accumulate and isinstance(self.model, DistributedDataParallel):
                 stack.enter_context(self.model.no_sync())
             yield
 
@@ -141,10 +153,16 @@ class Session:
         """
         if self._backwards >= self.accumulate:
             raise ValueError(f"backward: the window of {self.accumulate} is full. Call step() first.")
+        if samples is not None and not samples > 0:
+            raise ValueError(f"samples: expected how many samples the loss is the mean of, > 0, got {samples}.")
+        weighed = samples is not None
+        if self._backwards and weighed != self._weighed:
+            raise ValueError("samples: expected for every backward of a window or for none, got a mixture.")
+        self._weighed = weighed
         weight = 1.0 if samples is None else float(samples)
         single = self.accumulate == 1
         # scaled here and divided once in step(): a window cut short is then still an exact mean
-        (loss if single or weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        (loss if single or weight == 1.0 else loss * weight).backward()
         self._backwards += 1
         self._samples += 1.0 if single else weight
 
@@ -159,10 +177,15 @@ class Session:
         """
         if self._backwards == 0 or (self._backwards < self.accumulate and not last):
             return False
-        if self._samples != 1.0:
+        if self._backwards < self.accumulate and isinstance(self.model, DistributedDataParallel):
+            self._average_over_ranks(self.model)
+        self.divisor = self._samples
+        if self._weighed and self.accumulate > 1 and isinstance(self.model, DistributedDataParallel):
+            self.divisor = self._mean_over_ranks(self._samples)
+        if self.divisor != 1.0:
             for parameter in self._parameters():
                 if parameter.grad is not None:
-                    parameter.grad.div_(self._samples)
+                    parameter.grad.div_(self.divisor)
         self.before_step()
         applied = self._clip()
         if applied:
@@ -230,6 +253,25 @@ class Session:
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
+    def _average_over_ranks(self, model: DistributedDataParallel) -> None:
+        """Does for a window cut short what DDP does in its last backward, which never came."""
+        parameters = list(self._parameters())
+        device = next(self.model.parameters()).device
+        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32, device=device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, model.process_group)
+        for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
+            if anywhere:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(gradient, group=model.process_group)
+                parameter.grad = gradient.div_(dist.get_world_size(model.process_group))
+
+    def _mean_over_ranks(self, value: float) -> float:
+        """Ranks with other numbers of samples must still divide by the same one."""
+        device = next(self.model.parameters()).device
+        total = torch.tensor(value, dtype=torch.float64, device=device)
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
     def _clip(self) -> bool:
         """Clips to the global norm; False when that norm is not finite, so that the step is skipped."""
         if self.clip is None:
@@ -237,3 +279,12 @@ class Session:
         norm = nn.utils.clip_grad_norm_(self._parameters(), self.clip)
         self._gradient_norm = float(norm)
         return math.isfinite(self._gradient_norm)
+
+
+def _from_rank_zero(seed: int) -> int:
+    """Ranks that were given other seeds must still make the same random choices."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return seed
+    shared = [seed]
+    dist.broadcast_object_list(shared)
+    return shared[0]

@@ -179,7 +179,7 @@ class Library:
     def pack(
         self, values: torch.Tensor, index: BlockIndex, in_features: int, out_features: int, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Weights laid out for the forward of a frozen model: uint8 tensor aligned to 64 bytes; None when not needed."""
+        """Weights laid out for the forward of a frozen model: uint8, aligned to 64 bytes; None when not needed."""
         layer = _layer(values, index, in_features, out_features)
         size = self.c.sparsam_pack_bytes(ctypes.byref(layer), _int32(_DTYPES[dtype]))
         if size <= 0:
@@ -228,7 +228,7 @@ def library() -> Library | None:
     if path is None:
         if wanted:
             raise RuntimeError(
-                f"SPARSAM_CPU_ISA={wanted}: expected the compiled library, got none. Install sparsam with a C++ compiler."
+                f"SPARSAM_CPU_ISA={wanted}: expected the compiled library, got none. Install with a C++ compiler."
             )
         return None
     loaded = Library(path)

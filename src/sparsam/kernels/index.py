@@ -38,6 +38,9 @@ def build_index(block_row: torch.Tensor, block_col: torch.Tensor, block_rows: in
         block_rows: RB.
         block_cols: CB.
     """
+    if block_row.is_meta:
+        sizes = (block_rows + 1, len(block_row), block_cols + 1, len(block_row))
+        return BlockIndex(block_row, block_col, *(block_row.new_empty(size) for size in sizes))
     row, col = block_row.long(), block_col.long()
     dead = row < 0
     last = block_rows * block_cols
@@ -57,7 +60,7 @@ def dense_from_blocks(
     values: torch.Tensor, block_row: torch.Tensor, block_col: torch.Tensor, out_features: int, in_features: int
 ) -> torch.Tensor:
     """The dense (N, K) weight of values (S, R, C); differentiable in values."""
-    slots, rows, cols = values.shape
+    _, rows, cols = values.shape
     block_rows, block_cols = -(-out_features // rows), -(-in_features // cols)
     # one block more than the grid takes what dead slots hold
     grid = values.new_zeros(block_rows * block_cols + 1, rows, cols)

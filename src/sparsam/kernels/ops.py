@@ -79,7 +79,7 @@ def _check(
     slots, rows, cols = values.shape
     if not slots == index.block_row.shape[0] == index.row_slots.shape[0] == index.col_slots.shape[0]:
         raise ValueError(
-            f"block_linear: expected an index of {slots} slots, got {index.block_row.shape[0]}. Build it with build_index."
+            f"block_linear: expected an index of {slots} slots, got one of {len(index.block_row)}. See build_index."
         )
     grid = index.row_start.shape[0] - 1, index.col_start.shape[0] - 1
     if -(-out_features // rows) != grid[0] or -(-x.shape[-1] // cols) != grid[1]:

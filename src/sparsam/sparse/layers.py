@@ -103,7 +103,7 @@ class SparseLinear(nn.Module):
         self.register_buffer("block_col", torch.cat([col, dead]).int().to(device))
         for name in ("row_start", "row_slots", "col_start", "col_slots"):
             self.register_buffer(name, torch.empty(0, dtype=torch.int32), persistent=False)
-        self._rebuild_index()
+        self.rebuild_index()
         self.probe: torch.Tensor | None = None
         self.attached = False
         self._packed: dict[torch.dtype, torch.Tensor | None] | None = None
@@ -158,7 +158,7 @@ class SparseLinear(nn.Module):
         if self.product == "dense":
             weight = dense_from_blocks(self.values, self.block_row, self.block_col, self.out_features, self.in_features)
             if self.probe is not None:
-                weight = weight + self.probe
+                weight = weight + self.probe.to(weight.dtype)
             return activate(F.linear(x, weight, self.bias), self.activation)
         if self._packed is not None:
             return self._frozen_forward(x, self._packed)
@@ -176,7 +176,8 @@ class SparseLinear(nn.Module):
         """bool (RB, CB), True = active block."""
         live = self.block_row >= 0
         topology = torch.zeros(self.grid, dtype=torch.bool, device=self.block_row.device)
-        topology[self.block_row[live].long(), self.block_col[live].long()] = True
+        if not live.is_meta:
+            topology[self.block_row[live].long(), self.block_col[live].long()] = True
         return topology
 
     @property
@@ -225,7 +226,7 @@ class SparseLinear(nn.Module):
         changed = ~stays
         changed[free[len(grown_row) :]] &= live[free[len(grown_row) :]]
         self.values[changed] = 0
-        self._rebuild_index()
+        self.rebuild_index()
         return changed
 
     def freeze(self) -> None:
@@ -253,9 +254,8 @@ class SparseLinear(nn.Module):
             return block_linear(x, self.values, self.index, self.out_features, self.bias, self.activation)
         return packed_block_linear(x, packed, self.values, self.index, self.out_features, self.bias, self.activation)
 
-    def _rebuild_index(self) -> None:
-        if self.block_row.is_meta:
-            return
+    def rebuild_index(self) -> None:
+        """Sorts the slots again, for whoever has written to `block_row` and `block_col`."""
         rebuilt = build_index(self.block_row, self.block_col, *self.grid)
         for name in ("row_start", "row_slots", "col_start", "col_slots"):
             old, new = getattr(self, name), getattr(rebuilt, name)
@@ -274,11 +274,41 @@ class SparseLinear(nn.Module):
                     "Load another density before the optimiser exists."
                 )
             self.values = nn.Parameter(self.values.new_zeros(values.shape), self.values.requires_grad)
-            self.block_row = self.block_row.new_empty(len(values))
-            self.block_col = self.block_col.new_empty(len(values))
+            self.block_row = self.block_row.new_full((len(values),), -1)
+            self.block_col = self.block_col.new_full((len(values),), -1)
+        row, col = state_dict.get(prefix + "block_row"), state_dict.get(prefix + "block_col")
+        if row is not None and col is not None and not self._has_places(row, col):
+            # a kernel would read and write outside its tensors
+            errors: list[str] = args[-1]
+            errors.append(
+                f"{prefix[:-1]}: expected block addresses in {self.grid[0]} x {self.grid[1]}, each once, got others. "
+                "Load the state of a layer of the same shape and pattern."
+            )
+            return
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.unfreeze()
-        self._rebuild_index()
+        # load_state_dict(assign=True) takes any integer type as it comes
+        self.block_row, self.block_col = self.block_row.int().contiguous(), self.block_col.int().contiguous()
+        self._drop_packs()
+        self.rebuild_index()
+
+    def _has_places(self, row: torch.Tensor, col: torch.Tensor) -> bool:
+        """Whether addresses lie in the grid, no two on the same block; dead slots are -1 in both."""
+        if row.is_meta or row.shape != col.shape:
+            return row.is_meta
+        live = row >= 0
+        inside = live & (row < self.grid[0]) & (col >= 0) & (col < self.grid[1])
+        position = row[live].long() * self.grid[1] + col[live].long()
+        return bool((inside | (row == -1) & (col == -1)).all()) and len(position.unique()) == len(position)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> SparseLinear:
+        self._drop_packs()
+        super()._apply(*args, **kwargs)
+        return self
+
+    def _drop_packs(self) -> None:
+        """What was packed is of other weights now; a frozen layer packs again at its next forward."""
+        if self._packed is not None:
+            self._packed = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # a probe belongs to one backward and a pack to one machine
@@ -287,4 +317,5 @@ class SparseLinear(nn.Module):
     def extra_repr(self) -> str:
         extra = "" if self.activation == "none" else f", activation={self.activation}"
         extra += "" if self.product == "kernel" else ", product=dense"
-        return f"{self.in_features}, {self.out_features}, {self.pattern}, sparsity={1 - self.density:.3f}{extra}"
+        sparsity = "?" if self.block_row.is_meta else f"{1 - self.density:.3f}"
+        return f"{self.in_features}, {self.out_features}, {self.pattern}, sparsity={sparsity}{extra}"

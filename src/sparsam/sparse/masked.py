@@ -1,4 +1,4 @@
-"""Masked storage: the weight stays a dense tensor where it is, and its zeros stay zero. Fewer FLOPs on paper, same time."""
+"""Masked storage: the weight stays a dense tensor, and its zeros stay zero. Fewer FLOPs on paper, same time."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ class TopologyBuffer:
         return self.module.get_parameter(self.weight_name)
 
     @property
+    def topology_name(self) -> str:
+        return self.weight_name + _SUFFIX
+
+    @property
     def topology(self) -> torch.Tensor:
-        return self.module.get_buffer(self.weight_name + _SUFFIX)
+        return self.module.get_buffer(self.topology_name)
 
     @property
     def active(self) -> torch.Tensor:

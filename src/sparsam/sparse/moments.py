@@ -11,8 +11,9 @@ __all__ = ["check_optimizer", "moments", "reset_moments", "swap_parameter"]
 
 # Their update of one weight reads its neighbours in the matrix, which compact storage and zeros both break.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo", "AdamW8bit", "Adam8bit")
-# Running means of squares. Zero would make the first step after a rewire several times too long.
-_SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
+# What sets the length of a step. Zero would make the first steps after a rewire several times too long (Adam, RMSprop,
+# Adagrad, Adamax) or next to nothing (Adadelta, Rprop).
+_SIZES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "step_size")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -48,7 +49,9 @@ def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[s
     return found
 
 
-def reset_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, new: torch.Tensor) -> None:
+def reset_moments(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, new: torch.Tensor, active: torch.Tensor | None = None
+) -> None:
     """Begins the state of some entries anew: zero, or for second moments the mean over the layer's other entries.
 
     With zero moments and a large step count, Adam's first step would be about 3 lr at beta2 = 0.999.
@@ -57,15 +60,16 @@ def reset_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, new
         optimizer: any element-wise one.
         parameter: the stored weights.
         new: bool, broadcastable to the parameter, True = begin anew.
+        active: bool, broadcastable to the parameter, True = entry of an active unit; None = all of them.
     """
     new = new.expand_as(parameter)
+    active = torch.ones_like(new) if active is None else active.expand_as(parameter)
     for key, value in moments(optimizer, parameter).items():
-        fresh = 0.0
-        if key in _SECOND_MOMENTS:
-            # entries that never had a gradient are zero and say nothing about its size
-            old = value[~new & (value > 0)]
-            fresh = float(old.mean()) if old.numel() else 0.0
-        value.masked_fill_(new, fresh)
+        value.masked_fill_(new, 0.0)
+        if key in _SIZES:
+            # entries that never had a gradient are zero and say nothing about its size; what inactive ones had fades
+            old = value[active & (value > 0)]
+            value.masked_fill_(new & active, float(old.mean()) if old.numel() else 0.0)
 
 
 def swap_parameter(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from sparsam.session import Part, Rewire, Session
 from sparsam.sparse.methods import Method
@@ -29,6 +30,10 @@ class SparseTraining(Part):
             "dense": one dense gradient per layer, summed over the window and averaged over ranks with its sign.
             "sum_of_norms": mean |gradient| of each backward, added up. Needs no dense memory; with several
             micro-batches or ranks it is another score than RigL's, under this name.
+            A layer that one forward pass calls several times needs "dense" too; "auto" knows those with several names.
+
+    Layers whose weights are frozen keep them and their topology. In a loop that never enters `session.forward()`,
+    "auto" is "dense", because nobody says how many backwards there will be.
     """
 
     def __init__(self, method: Method, growth: Literal["auto", "dense", "sum_of_norms"] = "auto") -> None:
@@ -38,41 +43,60 @@ class SparseTraining(Part):
         self.updates = 0
         self.moved_share = 0.0
         self._weights: dict[str, SparseWeight] = {}
+        self._held: dict[str, nn.Parameter] = {}
+        self._foreign_loop = True
         self._growth: dict[str, torch.Tensor | None] = {}
 
     def attach(self, session: Session) -> None:
         self.session = session
-        self._weights = sparse_weights(session.model)
-        if not self._weights:
+        weights = sparse_weights(session.model)
+        if not weights:
             raise ValueError(
                 "SparseTraining: expected a model with sparse layers, got none. Call sparsify(model, ...) first."
             )
         check_optimizer(session.optimizer)
         held = [parameter for group in session.optimizer.param_groups for parameter in group["params"]]
-        for weight in self._weights.values():
+        for weight in weights.values():
             times = sum(parameter is weight.parameter for parameter in held)
             if weight.parameter.requires_grad and times != 1:
                 raise ValueError(
-                    f"{weight.name}: expected its {weight.parameter_name} in the optimiser once, found it {times} times. "
+                    f"{weight.name}: expected its {weight.parameter_name} in the optimiser once, found {times} times. "
                     "Build the optimiser after sparsify, or give sparsify the optimiser."
                 )
+        self._weights = weights
+        self._held = {name: weight.parameter for name, weight in weights.items()}
+        for weight in weights.values():
+            if _ranks() > 1:
+                # weights came from rank 0 when the model was wrapped, and so must their addresses
+                for buffer in weight.buffers:
+                    _broadcast(buffer)
+                weight.buffers_changed()
             weight.hold(True)
             weight.keep_zeros()
+        self._open_ahead()
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
+        self._foreign_loop = False
         if self._collects:
-            exact = _ranks() > 1 or self.session.accumulate > 1
-            for weight in self._weights.values():
+            several = _ranks() > 1 or self.session.accumulate > 1
+            for weight in self._trained():
+                exact = several or weight.shared
                 weight.open_probe(dense=self.growth == "dense" or (self.growth == "auto" and exact))
         yield
 
     def before_step(self) -> None:
-        collects = self._collects
         for name, weight in self._weights.items():
-            if collects:
+            if not weight.holds(self._held[name]):
+                raise ValueError(
+                    f"{name}: its parameter or topology was replaced while a session trains it. "
+                    "Call session.detach() before changing the model, and build a new session after."
+                )
+        if self._collects:
+            for weight in self._trained():
                 # before the zeros are put back: the gradient of inactive units is what growth is about
-                self._growth[name] = _growth_scores(weight, weight.close_probe())
+                self._growth[weight.name] = _growth_scores(weight, weight.close_probe(), self.session.divisor)
+        for weight in self._weights.values():
             weight.keep_gradient_zeros()
 
     @torch.no_grad()
@@ -82,10 +106,13 @@ class SparseTraining(Part):
         if applied and self.method.due(self.session.applied_steps):
             self._update(self.session.applied_steps)
         self._growth.clear()
+        if self._foreign_loop:
+            self._open_ahead()
 
     def after_rewire(self, event: Rewire) -> None:
         if event.layer in self._weights:
-            reset_moments(self.session.optimizer, event.parameter, event.new_entries)
+            active = self._weights[event.layer].active
+            reset_moments(self.session.optimizer, event.parameter, event.new_entries, active)
 
     def metrics(self) -> dict[str, float]:
         units = {name: weight.topology for name, weight in self._weights.items()}
@@ -109,19 +136,30 @@ class SparseTraining(Part):
                 "Load the model's state before the session's."
             )
         self.updates, self.moved_share = int(state["updates"]), float(state["moved_share"])
+        self._open_ahead()
 
     def detach(self) -> None:
         for weight in self._weights.values():
             weight.close_probe()
             weight.hold(False)
-        self._weights = {}
+        self._weights, self._held = {}, {}
+        self._growth.clear()
+
+    def _trained(self) -> list[SparseWeight]:
+        return [weight for weight in self._weights.values() if weight.parameter.requires_grad]
+
+    def _open_ahead(self) -> None:
+        """For a loop that never enters `forward`: probes for an update step that comes next."""
+        if self._collects:
+            for weight in self._trained():
+                weight.open_probe(dense=self.growth != "sum_of_norms")
 
     @property
     def _collects(self) -> bool:
         return self.method.needs_gradient and self.method.due(self.session.applied_steps + 1)
 
     def _update(self, step: int) -> None:
-        views = {name: self._view(weight, step) for name, weight in self._weights.items()}
+        views = {weight.name: self._view(weight, step) for weight in self._trained()}
         moved = active = 0
         for name, topology in self.method.update(views, step).items():
             event = self._weights[name].apply(topology)
@@ -150,16 +188,17 @@ class SparseTraining(Part):
         )
 
 
-def _growth_scores(weight: SparseWeight, collected: torch.Tensor | None) -> torch.Tensor | None:
-    """float32 grid of mean |dense gradient| from what a probe collected."""
+def _growth_scores(weight: SparseWeight, collected: torch.Tensor | None, divisor: float) -> torch.Tensor | None:
+    """float32 grid of mean |dense gradient| from what a probe collected over a window."""
     if collected is None:
         return None
+    if weight.probe_is_local:
+        if _ranks() > 1:
+            # signed first, absolute after
+            dist.all_reduce(collected)
+        collected = collected / (divisor * _ranks())
     if tuple(collected.shape) != weight.dense_shape:
         return collected
-    if _ranks() > 1 and weight.probe_is_local:
-        # signed first, absolute after
-        dist.all_reduce(collected)
-        collected = collected / _ranks()
     return weight.pattern.reduce(collected.abs())
 
 
@@ -175,6 +214,13 @@ def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def _broadcast(buffer: torch.Tensor) -> None:
+    """Overwrites a topology with rank 0's."""
+    sent = buffer.to(torch.int32) if buffer.dtype == torch.bool else buffer.clone()
+    dist.broadcast(sent, src=0)
+    buffer.copy_(sent)
+
+
 def _compare_ranks(weights: Mapping[str, SparseWeight], step: int) -> None:
     """Stops all ranks when any layer's topology differs between them, naming the layer and the ranks."""
     own = [int(topology_hash({name: weight}), 16) for name, weight in weights.items()]
@@ -187,6 +233,6 @@ def _compare_ranks(weights: Mapping[str, SparseWeight], step: int) -> None:
         differing = [rank for rank, value in enumerate(column) if value != column[0]]
         if differing:
             raise RuntimeError(
-                f"{name}: expected the same topology on every rank after step {step}, but ranks {differing} differ from "
-                "rank 0. Give all ranks the same seed, weights and optimiser state, then resume from a checkpoint."
+                f"{name}: expected the same topology on every rank after step {step}, but ranks {differing} differ "
+                "from rank 0. Give all ranks the same seed, weights and optimiser state, then resume from a checkpoint."
             )

@@ -1,4 +1,4 @@
-"""Scores: one float32 per unit, higher = keep (when dropping) or grow (when growing). A score is a function of a view."""
+"""Scores: one float32 per unit, higher = keep (when dropping) or grow (when growing). A function of a view."""
 
 from __future__ import annotations
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.session import Rewire
 from sparsam.sparse.layers import SparseLinear
@@ -15,14 +17,19 @@ from sparsam.sparse.patterns import Pattern
 
 __all__ = ["CompactWeight", "MaskedWeight", "SparseWeight", "sparse_weights"]
 
+# what torch.compile, activation checkpointing and FSDP put between a module and its name
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
 
 class SparseWeight(ABC):
     """One weight with a topology. "Entries" are tensors of the stored parameter's shape."""
 
     name: str
     module: nn.Module
-    # whether what a probe collects is this rank's alone; a masked weight's gradient was averaged by the wrapper
+    # whether what a probe collects is this rank's sum over the window; a masked weight's gradient is averaged already
     probe_is_local: bool
+    # whether one forward pass may use the weight several times, so that only dense gradients add up with their signs
+    shared: bool = False
 
     @property
     @abstractmethod
@@ -43,6 +50,16 @@ class SparseWeight(ABC):
     def dense_shape(self) -> tuple[int, int]:
         """(N, K) of the weight that the grid lies over."""
 
+    @property
+    @abstractmethod
+    def active(self) -> torch.Tensor:
+        """bool, broadcastable to the parameter: entries of active units."""
+
+    @property
+    @abstractmethod
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that hold the topology."""
+
     @abstractmethod
     def reduce(self, entries: torch.Tensor) -> torch.Tensor:
         """Entries -> float32 grid, the mean over each unit."""
@@ -62,15 +79,23 @@ class SparseWeight(ABC):
 
     @abstractmethod
     def close_probe(self) -> torch.Tensor | None:
-        """What was collected: the dense gradient (N, K), or the float32 grid, or None when no backward came."""
+        """What was collected: the dense gradient (N, K) or the float32 grid, zero when no backward came through here;
+        None when no probe was open."""
 
-    def hold(self, held: bool) -> None:
+    def buffers_changed(self) -> None:  # noqa: B027 (a seam)
+        """Says that what `buffers` hold was written to."""
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether this parameter is still the weight, and sparse."""
+        return self.module._parameters.get(self.parameter_name) is parameter
+
+    def hold(self, held: bool) -> None:  # noqa: B027 (a seam)
         """Tells the module whether a training loop holds its parameter."""
 
-    def keep_zeros(self) -> None:
+    def keep_zeros(self) -> None:  # noqa: B027 (a seam)
         """Sets what the optimiser, weight decay or a load may have written outside the topology to zero."""
 
-    def keep_gradient_zeros(self) -> None:
+    def keep_gradient_zeros(self) -> None:  # noqa: B027 (a seam)
         """Sets gradients outside the topology to zero."""
 
     @property
@@ -80,6 +105,11 @@ class SparseWeight(ABC):
     def apply(self, topology: torch.Tensor) -> Rewire | None:
         """Rewires when the topology is a new one and says what changed."""
         before = self.topology.clone()
+        if topology.shape != before.shape or topology.dtype != torch.bool:
+            raise ValueError(
+                f"{self.name}: expected a bool topology of {tuple(before.shape)} from the method, "
+                f"got {topology.dtype} of {tuple(topology.shape)}."
+            )
         if torch.equal(before, topology):
             return None
         new_entries = self.rewire(topology)
@@ -93,8 +123,8 @@ class CompactWeight(SparseWeight):
 
     probe_is_local = True
 
-    def __init__(self, name: str, module: SparseLinear) -> None:
-        self.name, self.module = name, module
+    def __init__(self, name: str, module: SparseLinear, shared: bool = False) -> None:
+        self.name, self.module, self.shared = name, module, shared
         self.layer = module
 
     @property
@@ -113,6 +143,17 @@ class CompactWeight(SparseWeight):
     def dense_shape(self) -> tuple[int, int]:
         return self.layer.out_features, self.layer.in_features
 
+    @property
+    def active(self) -> torch.Tensor:
+        return (self.layer.block_row >= 0)[:, None, None]
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        return self.layer.block_row, self.layer.block_col
+
+    def buffers_changed(self) -> None:
+        self.layer.rebuild_index()
+
     def reduce(self, entries: torch.Tensor) -> torch.Tensor:
         # padding holds zeros: the sum is right as it is, the mean counts what lies inside
         entries = entries.float()
@@ -130,16 +171,19 @@ class CompactWeight(SparseWeight):
         return self.layer.rewire(topology)[:, None, None]
 
     def open_probe(self, dense: bool) -> None:
-        if self.layer.probe is not None:
-            return
         shape = self.dense_shape if dense or self.layer.product == "dense" else self.layer.grid
+        probe = self.layer.probe
+        if probe is not None and (probe.shape == shape or probe.grad is not None):
+            return
         # one stored zero seen as a matrix: the gradient is what takes memory, and only on this step
-        probe = torch.zeros((), device=self.parameter.device).expand(shape)
+        probe = torch.zeros((), dtype=torch.float32, device=self.parameter.device).expand(shape)
         self.layer.probe = probe.requires_grad_()
 
     def close_probe(self) -> torch.Tensor | None:
         probe, self.layer.probe = self.layer.probe, None
-        return None if probe is None else probe.grad
+        if probe is None or probe.grad is not None:
+            return None if probe is None else probe.grad
+        return torch.zeros_like(probe, memory_format=torch.contiguous_format, requires_grad=False)
 
     def hold(self, held: bool) -> None:
         self.layer.attached = held
@@ -171,6 +215,17 @@ class MaskedWeight(SparseWeight):
         shape = self.parameter.shape
         return shape[0], math.prod(shape[1:])
 
+    @property
+    def active(self) -> torch.Tensor:
+        return self.buffer.active
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        return (self.topology,)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        return super().holds(parameter) and self.buffer.topology_name in self.module._buffers
+
     def reduce(self, entries: torch.Tensor) -> torch.Tensor:
         return self.pattern.reduce(entries.reshape(self.dense_shape))
 
@@ -186,7 +241,7 @@ class MaskedWeight(SparseWeight):
 
     def close_probe(self) -> torch.Tensor | None:
         gradient = self.parameter.grad
-        return None if gradient is None else gradient.reshape(self.dense_shape)
+        return self.parameter.new_zeros(self.dense_shape) if gradient is None else gradient.reshape(self.dense_shape)
 
     def keep_zeros(self) -> None:
         self.buffer.apply(self.parameter)
@@ -196,11 +251,18 @@ class MaskedWeight(SparseWeight):
 
 
 def sparse_weights(model: nn.Module) -> dict[str, SparseWeight]:
-    """All sparse weights of a model by layer name, each once, in the model's order."""
+    """All sparse weights of a model by layer name, each once, in the model's order.
+
+    Names are those of the plain model, whatever it is wrapped in: random numbers depend on them.
+    """
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model.get_submodule("_orig_mod")
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: dict[str, SparseWeight] = {}
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
+        name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
         if isinstance(module, SparseLinear):
-            found[name] = CompactWeight(name, module)
+            found[name] = CompactWeight(name, module, shared=uses[id(module)] > 1)
         for buffer in masked_weights(module):
             key = name if buffer.weight_name == "weight" else f"{name}.{buffer.weight_name}".lstrip(".")
             found[key] = MaskedWeight(key, buffer)
