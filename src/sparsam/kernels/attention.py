@@ -16,35 +16,47 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = 
 
     bfloat16 on a CPU with AMX and D of 32, 64, 96 or 128 runs one fused kernel each way; everything else plain PyTorch.
 
+    Raises:
+        ValueError: q, k and v differ in shape, dtype (after autocast) or device.
+
     Source: Dao 2023, arXiv:2307.08691 (recomputation from the log-sum-exp in the backward).
     """
+    q, k, v = _autocast(q, k, v)
+    # the kernel takes every size and stride from q: anything else would read foreign memory
+    if q.dim() != 4 or any((x.shape, x.dtype, x.device) != (q.shape, q.dtype, q.device) for x in (k, v)):
+        found = ", ".join(f"{tuple(x.shape)} {x.dtype} {x.device}" for x in (q, k, v))
+        raise ValueError(f"attention: expected q, k, v of one (B, H, T, D) shape, dtype and device, got {found}.")
     if not _fused_attention(q):
         return reference.attention(q, k, v, causal)
-    out, _ = torch.ops.sparsam.attention(*_autocast(q, k, v), causal)
+    out, _ = torch.ops.sparsam.attention(q, k, v, causal)
     return out  # type: ignore[no-any-return]
 
 
 def self_attention(qkv: torch.Tensor, causal: bool = True) -> torch.Tensor:
     """`attention` for one (B, T, 3, H, D) tensor: (B, T, H, D). Its gradient is written in one piece."""
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"self_attention: expected q, k and v as one (B, T, 3, H, D), got {tuple(qkv.shape)}.")
+    (qkv,) = _autocast(qkv)
     if not _fused_attention(qkv):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         return reference.attention(q, k, v, causal).transpose(1, 2)
-    out, _ = torch.ops.sparsam.self_attention(*_autocast(qkv), causal)
+    out, _ = torch.ops.sparsam.self_attention(qkv, causal)
     return out  # type: ignore[no-any-return]
 
 
 def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast
         return list(tensors)
-    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    narrow = torch.get_autocast_dtype(device)
+    return [x.to(narrow) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
 def _fused_attention(x: torch.Tensor) -> bool:
+    """Whether x, cast already, is one that the fused kernel does."""
     if x.device.type != "cpu" or x.shape[-1] % 32 or not 32 <= x.shape[-1] <= 128 or x.numel() == 0:
         return False
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    return dtype == torch.bfloat16 and _has_amx()
+    return x.dtype == torch.bfloat16 and _has_amx()
 
 
 @torch.compiler.assume_constant_result

@@ -120,5 +120,6 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -
     if causal:
         future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
         weights = weights.masked_fill(future, float("-inf"))
-    out: torch.Tensor = weights.float().softmax(-1).to(v.dtype) @ v
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    out: torch.Tensor = weights.softmax(-1, dtype=wide).to(v.dtype) @ v
     return out
