@@ -20,12 +20,12 @@ help:  ## Lists the targets
 setup: $(READY)  ## Environment in .venv and the compiled kernels
 
 # torch comes first and alone: as somebody's dependency it would be the newest and largest build.
+# Of the editable install the plain path to src stays; its table of modules would not know one that moves later.
 $(READY): pyproject.toml CMakeLists.txt $(wildcard src/sparsam/kernels/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet "scikit-build-core>=0.11" "cmake>=3.26" "ninja>=1.11"
 	$(BIN)/python -m pip install --quiet --no-build-isolation -C build-dir=build/editable -e ".[dev]"
-	# the plain path to src is enough, and unlike the table of modules beside it it knows modules that are moved later
 	@sed -i '/^import /d' $(VENV)/lib/python*/site-packages/_editable_skbc_sparsam.pth
 	@test -e src/sparsam/kernels/libsparsam_cpu.so \
 	  || echo "No compiled kernels (is g++ there?): Sparsam runs on the PyTorch reference path, correct but not fast."
