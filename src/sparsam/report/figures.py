@@ -16,10 +16,19 @@ from sparsam.measure.figure import Figure
 from sparsam.report.claims import time_to_twin
 from sparsam.report.load import RunData, Side
 
-__all__ = ["DENSE", "SPARSE", "all_figures", "loss_by_step", "loss_by_time", "rewires", "speed", "step_parts"]
+__all__ = [
+    "DENSE",
+    "SPARSE",
+    "all_figures",
+    "loss_by_step",
+    "loss_by_time",
+    "part_colour",
+    "rewires",
+    "speed",
+    "step_parts",
+]
 
 SPARSE, DENSE = "#12a594", "#8d8d99"
-_LAST, _ACCENT = "#e5833a", "#7c66dc"
 # Parts of a step keep their colour whatever the order of their sizes.
 _PART_COLOURS = {
     "block-sparse products": "#12a594",
@@ -65,12 +74,24 @@ def loss_by_time(run: RunData) -> go.Figure | None:
         x = [r["seconds"] / scale for r in side.evaluations]
         y = [r["loss"] for r in side.evaluations]
         figure.add_trace(_line(x, y, name, colour, dash, mode="lines+markers"))
-    reached = time_to_twin(run)
+    reached = time_to_twin(run) if any(layer.storage == "compact" for layer in run.layers) else None
     if reached is not None and run.dense is not None:
-        target = run.dense.evaluations[-1]["loss"]
+        target, share = run.dense.evaluations[-1]["loss"], reached[0].value / reached[1].value
         figure.add_hline(y=target, line={"color": DENSE, "width": 1, "dash": "dot"})
         figure.add_vline(x=reached[0].value / scale, line={"color": SPARSE, "width": 1, "dash": "dot"})
-    return _layout(figure, f"training time, {unit}", f"validation loss, {_loss_unit(run)}")
+        figure.add_annotation(
+            x=reached[0].value / scale,
+            y=0.93,
+            yref="paper",
+            text=f"twin's final loss<br>in {share:.2f} of its time",
+            showarrow=False,
+            xanchor="left",
+            align="left",
+            xshift=6,
+        )
+    _layout(figure, f"training time, {unit}", f"validation loss, {_loss_unit(run)}")
+    figure.update_yaxes(range=_late_losses([side for *_, side in sides]))
+    return figure
 
 
 def loss_by_step(run: RunData) -> go.Figure | None:
@@ -112,13 +133,17 @@ def step_parts(run: RunData) -> go.Figure | None:
         {part for breakdown in parts.values() for part in breakdown},
         key=lambda part: -sum(breakdown[part].value for breakdown in parts.values() if part in breakdown),
     )
-    figure = go.Figure()
-    for place, part in enumerate(order):
-        figure.add_trace(_bar(part, parts, _PART_COLOURS.get(part, (_LAST, _ACCENT)[place % 2])))
+    figure = go.Figure([_bar(part, parts, part_colour(part)) for part in order])
     _layout(figure, "ms of one step, under the profiler", "")
-    figure.update_layout(barmode="stack", hovermode="closest", legend={"traceorder": "normal"})
+    # The table below it, with the same colours, is its legend.
+    figure.update_layout(barmode="stack", hovermode="closest", showlegend=False)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     return figure
+
+
+def part_colour(part: str) -> str:
+    """The colour that a part of a step has in every plot and table."""
+    return _PART_COLOURS.get(part, "#a08c7d")
 
 
 def rewires(run: RunData) -> go.Figure | None:
@@ -146,6 +171,15 @@ def _sides(run: RunData) -> list[tuple[str, str, str, Side]]:
     if run.dense is not None:
         sides.append(("dense twin", DENSE, "dash", run.dense))
     return sides
+
+
+def _late_losses(sides: list[Side]) -> list[float]:
+    """Range of the axis that leaves out the fall of the first tenth, which would flatten all that follows."""
+    losses = [[r["loss"] for r in side.evaluations] for side in sides]
+    low = min(min(values) for values in losses)
+    high = max(values[min(len(values) - 1, 1 + len(values) // 10)] for values in losses)
+    margin = 0.06 * max(high - low, 1e-3)
+    return [low - margin, high + margin]
 
 
 def _has_time(side: Side) -> bool:

@@ -11,6 +11,7 @@
   function colours() {
     return {
       "font.color": value("--muted"), "font.size": 12.5,
+      "xaxis.title.font.size": 12.5, "yaxis.title.font.size": 12.5,
       "font.family": getComputedStyle(document.body).fontFamily,
       "xaxis.linecolor": value("--line"), "xaxis.tickcolor": value("--line"), "xaxis.showline": true,
       "yaxis.gridcolor": value("--line"),

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from plotly.offline import get_plotlyjs
+
 from sparsam.report.claims import Comparison, sparsity
+from sparsam.report.figures import part_colour
 from sparsam.report.load import RunData
 from sparsam.report.tables import COMPARISON_HEAD, LAYER_HEAD, comparison_rows, layer_rows, part_rows
 
@@ -31,11 +34,10 @@ _TILES = {
     "peak_rss_bytes": ("Peak memory", "smaller", "larger"),
 }
 _PLOTS = {
-    "loss_by_time": ("Validation loss over time", "plot", False),
-    "loss_by_step": ("Loss over steps", "plot", False),
-    "speed": ("Tokens per second", "plot", False),
-    "rewires": ("Units moved by each rewire", "plot", False),
-    "step_parts": ("Where the time of a step goes", "plot bars", True),
+    "loss_by_time": "Validation loss over time",
+    "loss_by_step": "Loss over steps",
+    "speed": "Tokens per second",
+    "rewires": "Units moved by each rewire",
 }
 # A grid of blocks, a few of them there: the mark of the house.
 _BLOCKS = ((0, 0), (2, 0), (1, 1), (3, 1), (0, 2), (3, 2), (1, 3), (2, 3))
@@ -60,8 +62,6 @@ def render(
     Returns:
         HTML, opens offline.
     """
-    from plotly.offline import get_plotlyjs
-
     parts = {
         "title": f"{html.escape(run.folder.resolve().name)} · sparsam report",
         "style": _resource("page.css"),
@@ -137,79 +137,86 @@ def _badge(kind: str) -> str:
 def _notes(notes: list[str]) -> str:
     if not notes:
         return ""
-    return f'<section class="notes"><ul>{"".join(f"<li>{html.escape(line)}</li>" for line in notes)}</ul></section>'
+    return f'<section class="notes">{"".join(f"<p>{html.escape(line)}</p>" for line in notes)}</section>'
 
 
 def _plots(names: Sequence[str]) -> str:
-    cards = []
     shown = [name for name in _PLOTS if name in names]
-    halves = [name for name in shown if not _PLOTS[name][2]]
-    for name in shown:
-        title, css, wide = _PLOTS[name]
-        # A lone half at the end of its row gets the whole row.
-        alone = not wide and len(halves) % 2 == 1 and name == halves[-1]
+    cards = []
+    for place, name in enumerate(shown):
+        # The last of an odd number gets the whole row.
+        alone = place == len(shown) - 1 and len(shown) % 2 == 1
         cards.append(
-            f'<div class="card{" wide" if wide or alone else ""}"><h3>{title}</h3>'
-            f'<div class="{css}" id="plot-{name}" role="img" aria-label="{title}"></div></div>'
+            f'<div class="card{" wide" if alone else ""}"><h3>{_PLOTS[name]}</h3>{_plot(name, _PLOTS[name])}</div>'
         )
     return f'<section class="block grid">{"".join(cards)}</section>' if cards else ""
 
 
+def _plot(name: str, title: str, css: str = "plot") -> str:
+    return f'<div class="{css}" id="plot-{name}" role="img" aria-label="{html.escape(title)}"></div>'
+
+
 def _tables(run: RunData, comparisons: list[Comparison]) -> str:
-    blocks = []
-    rows = [
-        [
-            _cell(label, "key"),
-            _cell(ours, "num"),
-            _cell(theirs, "num"),
-            _cell(gain, "num gain"),
-            f"<td>{_badges(kinds)}</td>",
-        ]
-        for label, ours, theirs, gain, kinds in comparison_rows(comparisons)
-    ]
-    blocks.append(
-        _block(
-            "All figures", "A gain of 2x is half the time, half the bytes, or twice the speed.", COMPARISON_HEAD, rows
-        )
-    )
-    parts = part_rows(run)
-    if parts:
-        head = ("part of a step", "this run", "dense twin")[: len(parts[0])]
-        cells = [[_cell(name, "key"), *(_cell(text, "num") for text in values)] for name, *values in parts]
-        lead = "Under the profiler, which slows a step by some per cent: read the shares."
-        blocks.append(_block("Where the time of a step goes", lead, head, cells))
+    blocks = [_comparison_block(comparisons)]
+    if run.sparse.breakdown:
+        blocks.append(_parts_block(run))
     if run.layers:
-        cells = [
-            [
-                _cell(name, "key"),
-                _cell(shape, "num"),
-                _cell(storage),
-                f'<td class="num">{_bar(layer.density if layer.sparse else 1.0)}{html.escape(share)}</td>',
-                *(_cell(text, "num") for text in numbers),
-                _cell(why, "why"),
-            ]
-            for layer, (name, shape, storage, share, *numbers, why) in zip(
-                run.layers, layer_rows(run.layers), strict=True
-            )
-        ]
-        lead = (
-            "Before training, each product was timed alone on this machine, forward and backward,"
-            " block-sparse against dense."
-        )
-        blocks.append(_block("Layers", lead, LAYER_HEAD, cells))
+        blocks.append(_layers_block(run))
     blocks.append(_details(run))
     return "\n".join(blocks)
 
 
-def _block(title: str, lead: str, head: Sequence[str], rows: list[list[str]]) -> str:
-    numeric = (
-        [' class="num"' if rows and 'class="num' in cell else "" for cell in rows[0]] if rows else [""] * len(head)
+def _comparison_block(comparisons: list[Comparison]) -> str:
+    rows = []
+    for label, ours, theirs, gain, kinds in comparison_rows(comparisons):
+        css = "key inner" if label.startswith("of which") else "key"
+        numbers = (_cell(ours, "num"), _cell(theirs, "num"), _cell(gain, "num gain"))
+        rows.append([_cell(label, css), *numbers, f"<td>{_badges(kinds)}</td>"])
+    lead = "A gain of 2x is half the time, half the bytes, or twice the speed."
+    return _block("All figures", lead, COMPARISON_HEAD, rows, css="compare")
+
+
+def _parts_block(run: RunData) -> str:
+    parts = part_rows(run)
+    rows = []
+    for name, *values in parts:
+        swatch = f'<span class="swatch" style="background:{part_colour(name)}"></span>'
+        rows.append([f'<td class="key">{swatch}{html.escape(name)}</td>', *(_cell(text, "num") for text in values)])
+    lead = "Measured under the profiler, which slows a step by some per cent: read the shares."
+    head = ("part of a step", "this run", "dense twin")[: len(parts[0])]
+    title = "Where the time of a step goes"
+    return _block(title, lead, head, rows, _plot("step_parts", title, "plot bars"))
+
+
+def _layers_block(run: RunData) -> str:
+    rows = []
+    for layer, texts in zip(run.layers, layer_rows(run.layers), strict=True):
+        name, shape, storage, share, *numbers, ratio, why = texts
+        bar = f'<span class="bar" aria-hidden="true"><i style="width:{100 * (1 - layer.density):.0f}%"></i></span>'
+        rows.append(
+            [
+                _cell(name, "key"),
+                _cell(shape, "num"),
+                _cell(storage),
+                f'<td class="num">{bar if layer.sparse else ""}{html.escape(share)}</td>',
+                *(_cell(text, "num") for text in numbers),
+                _cell(ratio, "num gain" if layer.storage == "compact" else "num"),
+                _cell(why, "why"),
+            ]
+        )
+    lead = (
+        "Before training, each product was timed alone on this machine, forward and backward, block-sparse and dense."
     )
+    return _block("Layers", lead, LAYER_HEAD, rows)
+
+
+def _block(title: str, lead: str, head: Sequence[str], rows: list[list[str]], above: str = "", css: str = "") -> str:
+    numeric = [' class="num"' if 'class="num' in cell else "" for cell in rows[0]] if rows else [""] * len(head)
     heads = "".join(f"<th{css}>{html.escape(text)}</th>" for text, css in zip(head, numeric, strict=True))
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return (
         f'<section class="block"><h2>{html.escape(title)}</h2><p class="lead">{html.escape(lead)}</p>'
-        f'<div class="card table"><div class="scroll"><table><thead><tr>{heads}</tr></thead>'
+        f'<div class="card table {css}">{above}<div class="scroll"><table><thead><tr>{heads}</tr></thead>'
         f"<tbody>{body}</tbody></table></div></div></section>"
     )
 
@@ -243,10 +250,6 @@ def _cell(text: str, css: str = "") -> str:
 
 def _badges(kinds: str) -> str:
     return " ".join(_badge(kind) for kind in kinds.split(", ") if kind)
-
-
-def _bar(density: float) -> str:
-    return f'<span class="bar" aria-hidden="true"><i style="width:{100 * density:.0f}%"></i></span>'
 
 
 def _emphasised(sentence: str) -> str:

@@ -8,7 +8,7 @@ from sparsam.measure.figure import Figure
 from sparsam.report.claims import Comparison, sparsity
 from sparsam.report.load import RunData
 
-__all__ = ["duration", "sentence"]
+__all__ = ["sentence"]
 
 
 def sentence(run: RunData, comparisons: list[Comparison]) -> str:
@@ -32,24 +32,10 @@ def sentence(run: RunData, comparisons: list[Comparison]) -> str:
     memory = rows.get("training_bytes")
     if memory is not None and memory.gain is not None and memory.sparse is not None and memory.dense is not None:
         share = memory.sparse.value / memory.dense.value
-        clauses.append(
-            f"{'needs' if share <= 1 else 'but needs'} {100 * share:.0f} % of its memory"
-            " for parameters, gradients and optimiser"
-        )
-    quality = _quality(rows)
-    if quality:
-        clauses.append(quality)
-    end = "; it was sampled for that, and quality was not compared" if run.twin == "sampled" else ""
+        clauses.append(f"needs {100 * share:.0f} % of the twin's bytes for weights, gradients and optimiser")
+    clauses += _quality(rows)
+    end = "; the twin was sampled, quality was not compared" if run.twin == "sampled" else ""
     return f"{subject} {_join(clauses)}{_where(run)}{end}."
-
-
-def duration(seconds: float) -> str:
-    """Time as people say it: ``"42 s"``, ``"3.1 minutes"``, ``"2.5 hours"``."""
-    if seconds < 90:
-        return f"{seconds:.3g} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.1f} minutes"
-    return f"{seconds / 3600:.1f} hours"
 
 
 def _subject(run: RunData) -> str:
@@ -77,16 +63,20 @@ def _speed(gain: Figure, sparse: Figure, dense: Figure) -> str:
     return f"trains slower than its dense twin, at {times} its speed ({figures})"
 
 
-def _quality(rows: Mapping[str, Comparison]) -> str:
-    loss = rows.get("validation_loss")
+def _quality(rows: Mapping[str, Comparison]) -> list[str]:
+    loss, reached = rows.get("validation_loss"), rows.get("time_to_twin")
     if loss is None or loss.sparse is None or loss.dense is None:
-        return ""
-    reached = rows.get("time_to_twin")
-    text = f"ends at a validation loss of {loss.sparse.value:.3f} against {loss.dense.value:.3f} {loss.sparse.unit}"
+        return []
+    clauses = []
     if reached is not None and reached.gain is not None and reached.sparse is not None and reached.dense is not None:
         share = reached.sparse.value / reached.dense.value
-        text += f", having reached its twin's final loss in {share:.2f} of the twin's time"
-    return text
+        clauses.append(f"reaches the twin's final loss in {share:.2f} of the twin's time")
+    clauses.append(f"ends at a validation loss of {_loss(loss.sparse)} against {_loss(loss.dense)} {loss.sparse.unit}")
+    return clauses
+
+
+def _loss(figure: Figure) -> str:
+    return f"{figure.value:.3f}"
 
 
 def _without_claim(run: RunData, subject: str, rows: Mapping[str, Comparison]) -> str:
