@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pytest
+
+from sparsam.recipe import RecipeError, default_recipe, parse_recipe, read_recipe
+
+# text below `version: 1` -> the one line that a person reads
+REFUSED = {
+    "unknown": ("sparsty: {}", "r.yaml: sparsty: there is no such key; did you mean 'sparsity'?"),
+    "nested": ("sparsity: {densty: 0.1}", "r.yaml: sparsity.densty: there is no such key; did you mean 'density'?"),
+    "deep": (
+        "sparsity: {pattern: {row: 16}}",
+        "r.yaml: sparsity.pattern.row: there is no such key; did you mean 'rows'?",
+    ),
+    "method": (
+        "sparsity: {method: {name: set, evry: 5}}",
+        "r.yaml: sparsity.method.evry: there is no such key; did you mean 'every'?",
+    ),
+    "model": ("model: {layer: 3}", "r.yaml: model.layer: there is no such key; did you mean 'layers'?"),
+    "no near name": (
+        "foo: 1",
+        "r.yaml: foo: there is no such key; known are version, model, data, sparsity, optimizer, training, twin.",
+    ),
+    "too large": ("sparsity: {density: 2.0}", "r.yaml: sparsity.density: expected at most 1, got 2.0."),
+    "zero": ("sparsity: {density: 0.0}", "r.yaml: sparsity.density: expected greater than 0, got 0.0."),
+    "text for number": ("sparsity: {density: '0.1'}", "r.yaml: sparsity.density: expected a number, got '0.1'."),
+    "two": (
+        "training: {steps: 0, batch: x}",
+        "r.yaml: training.steps: expected at least 1, got 0; training.batch: expected a whole number, got 'x'.",
+    ),
+    "no section": ("model: 3", "r.yaml: model: expected a section with keys layers, width, heads, activation, got 3."),
+    "choice": (
+        "training: {precision: b16}",
+        "r.yaml: training.precision: expected bf16 or fp32, got 'b16'; did you mean 'bf16'?",
+    ),
+    "pattern": (
+        "sparsity: {pattern: {name: blok}}",
+        "r.yaml: sparsity.pattern: expected block or unstructured, got 'blok'; did you mean 'block'?",
+    ),
+    "list": ("sparsity: {exclude: head}", "r.yaml: sparsity.exclude: expected a list, got 'head'."),
+    "betas": ("optimizer: {betas: [1, 2]}", "r.yaml: optimizer.betas: expected two numbers in [0, 1), got [1.0, 2.0]."),
+    "heads": ("model: {width: 10}", "r.yaml: model: expected heads that divide width, got 8 heads for width 10."),
+    "twice": (
+        "twin: full\ntwin: none",
+        "r.yaml: expected YAML, it does not parse: the key 'twin' is given twice (line 1).",
+    ),
+    # features that do not go together, and what this machine has not
+    "dense with a twin": (
+        "sparsity: null",
+        "r.yaml: twin full needs sparsity, a dense run has no twin; set twin: none.",
+    ),
+    "compact single weights": (
+        "sparsity: {pattern: {name: unstructured}, storage: compact}",
+        "r.yaml: sparsity: storage compact needs pattern block, got unstructured; use storage masked or pattern block.",
+    ),
+    "nothing to move": (
+        "sparsity: {density: 1.0}",
+        "r.yaml: sparsity: method rigl has nothing to move at density 1; use method static or a lower density.",
+    ),
+    "fp8": (
+        "training: {precision: fp8}",
+        "r.yaml: training.precision: fp8 has no matrix unit on this CPU; the usable precisions are bf16 and fp32.",
+    ),
+    "muon": (
+        "optimizer: {name: Muon}",
+        "r.yaml: optimizer.name: Muon reads the shape of the weights, which blocks do not keep; use adamw.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_refused_and_how(text, message):
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(f"version: 1\n{text}\n", name="r.yaml")
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "r.yaml: expected sections like `training:` with keys below, got nothing."),
+        ("- a", "r.yaml: expected sections like `training:` with keys below, got list."),
+        ("twin: none", "r.yaml: expected `version: 1` in it, got none. Add the line."),
+        ("version: one", "r.yaml: expected `version: 1` in it, got 'one'. Add the line."),
+        (
+            "version: 2\nnew_section: {}",
+            "r.yaml: version 2 is newer than 1, the newest that this Sparsam reads. Upgrade Sparsam.",
+        ),
+    ],
+)
+def test_the_version_comes_first(text, message):
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(text, name="r.yaml")
+    assert str(error.value) == message
+
+
+def test_yaml_that_does_not_parse_is_one_line():
+    with pytest.raises(
+        RecipeError, match=r"^r\.yaml: expected YAML, it does not parse: .*line 1, column \d+.*\.$"
+    ) as error:
+        parse_recipe("version: [", name="r.yaml")
+    assert "\n" not in str(error.value)
+
+
+def test_the_default_recipe_reads_and_survives_being_written():
+    recipe = read_recipe(default_recipe())
+    assert parse_recipe(recipe.yaml()) == recipe
+
+
+def test_settings_change_a_recipe():
+    recipe = parse_recipe(
+        "version: 1",
+        ["sparsity.density=0.2", "sparsity.method.every=7", "optimizer.lr=1e-4", "twin=none", "data.path=a b"],
+    )
+    assert recipe.sparsity is not None
+    assert (recipe.sparsity.density, recipe.optimizer.lr, recipe.twin, recipe.data.path) == (0.2, 1e-4, "none", "a b")
+    assert recipe.sparsity.method.build(100).every == 7
+    assert parse_recipe("version: 1\nsparsity: {density: 0.2}", ["sparsity=null", "twin=none"]).sparsity is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("x", "--set x: expected section.key=value, e.g. --set sparsity.density=0.2."),
+        ("a..b=1", "--set a..b=1: expected section.key=value, e.g. --set sparsity.density=0.2."),
+        (
+            "model.layers=2",
+            "--set model.layers=2: expected 'model' to be a section, it is 'folder'. Set 'model' itself.",
+        ),
+        ("twin=ful", "recipe: twin: expected none or sampled or full, got 'ful'; did you mean 'full'?"),
+        ("sparsity.densty=1", "recipe: sparsity.densty: there is no such key; did you mean 'density'?"),
+    ],
+)
+def test_settings_that_are_refused(setting, message):
+    with pytest.raises(RecipeError) as error:
+        parse_recipe("version: 1\nmodel: folder", [setting])
+    assert str(error.value) == message
+
+
+def test_a_setting_that_does_not_parse():
+    with pytest.raises(RecipeError, match=r"^--set twin=\[: expected a YAML value after '=', it does not parse: .*\.$"):
+        parse_recipe("version: 1", ["twin=["])
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "0.001", "1.0e-3", "+1e-3"])
+def test_numbers_as_people_write_them(text):
+    assert parse_recipe(f"version: 1\noptimizer: {{lr: {text}}}").optimizer.lr == 0.001
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(RecipeError, match=r"x\.yaml: expected a recipe \(a YAML file\), found nothing there\."):
+        read_recipe(tmp_path / "x.yaml")
+    with pytest.raises(RecipeError, match=r"got a folder\. A run folder is taken up with --resume\."):
+        read_recipe(tmp_path)
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match=r"b\.yaml: expected a recipe \(a YAML file\), it cannot be read"):
+        read_recipe(tmp_path / "b.yaml")
