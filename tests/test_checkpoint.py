@@ -79,7 +79,8 @@ def test_damage_is_found(tmp_path, name, damage):
         path.write_bytes(content)
     with pytest.raises(checkpoint.CheckpointError) as error:
         checkpoint.read(tmp_path / "c")
-    assert "not a whole checkpoint" in str(error.value) and "\n" not in str(error.value)
+    assert "not a whole checkpoint" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_newer_format_is_refused(tmp_path):

@@ -54,7 +54,8 @@ def test_the_newest_two_checkpoints_are_kept(run):
         run.save(step, state(step))
     assert steps_of(run) == [9, 100]
     step, found = run.load(never)
-    assert step == 100 and found["run"] == {"step": 100}
+    assert step == 100
+    assert found["run"] == {"step": 100}
     assert torch.equal(found["model"]["w"], torch.full((64, 64), 100.0))
 
 
@@ -92,9 +93,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_message(run):
     (run.checkpoints / "step-00000003" / "model.safetensors").write_bytes(b"rubbish")
     notes = []
     step, found = run.load(notes.append)
-    assert step == 2 and found["run"]["step"] == 2
+    assert step == 2
+    assert found["run"]["step"] == 2
     [note] = notes
-    assert "step-00000003: not a whole checkpoint" in note and note.endswith("from the checkpoint of step 2 instead.")
+    assert "step-00000003: not a whole checkpoint" in note
+    assert note.endswith("from the checkpoint of step 2 instead.")
     assert [record["step"] for record in run.records()] == [1, 2]
     run.save(3, state(3))  # the step is reached again
     assert run.load(never)[0] == 3
@@ -190,7 +193,7 @@ def test_metrics_on_a_full_disk(run, monkeypatch):
             pass
 
     run._metrics = Full()
-    with pytest.raises(RunError, match="metrics.jsonl cannot grow: no space is left"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl cannot grow: no space is left"):
         run.append({"step": 1})
 
 
@@ -231,7 +234,8 @@ def test_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path):
                 continue
             step, saved = found
             assert step >= reached
-            assert saved["run"]["step"] == step and torch.equal(saved["model"]["w"], state(step)["model"]["w"])
+            assert saved["run"]["step"] == step
+            assert torch.equal(saved["model"]["w"], state(step)["model"]["w"])
             assert [record["step"] for record in run.records()] == list(range(1, step + 1))
             reached = step
     assert reached > 0

@@ -68,7 +68,8 @@ def state_of(training):
 
 def assert_equal(a, b, path="state"):
     if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b), path
+        assert a.dtype == b.dtype, path
+        assert torch.equal(a, b), path
     elif isinstance(a, dict):
         assert a.keys() == b.keys(), path
         for key in a:
@@ -146,13 +147,15 @@ def test_what_a_run_leaves(text, tmp_path):
     assert [record["step"] for record in records if record["kind"] == "eval"] == [0, 3, 6]
     assert [record["step"] for record in records if record["kind"] == "rewire"] == [2, 4]  # at 6 the share is 0
     evaluated = [record["loss"] for record in records if record["kind"] == "eval"]
-    assert evaluated[0] == pytest.approx(math.log(256), abs=0.3) and evaluated[-1] < evaluated[0]
+    assert evaluated[0] == pytest.approx(math.log(256), abs=0.3)
+    assert evaluated[-1] < evaluated[0]
     assert all(record["step_ms"] > 0 and record["sparsity"] == 0.75 for record in records if record["kind"] == "train")
     assert layers["density"] == 0.25
     figures = summary["figures"]
     assert all(set(figure) == {"value", "unit", "kind"} for figure in figures.values())
     assert figures["validation_loss"]["value"] == evaluated[-1]
-    assert figures["validation_loss"]["kind"] == "measured" and figures["flops_per_step"]["kind"] == "modelled"
+    assert figures["validation_loss"]["kind"] == "measured"
+    assert figures["flops_per_step"]["kind"] == "modelled"
     assert figures["flops_per_step"]["value"] < figures["flops_per_step_dense"]["value"]
     assert figures["training_bytes"]["value"] == sum(
         figures[name]["value"] for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -166,7 +169,8 @@ def test_one_step_in_the_middle_is_taken_apart(text, tmp_path):
         train(Training(recipe, run, fail), quiet, never)
         parts = run.read("summary.json")["breakdown"]
         steps = [record["step"] for record in run.records() if record["kind"] == "train"]
-    assert "block-sparse products" in parts and all(part["unit"] == "ms" for part in parts.values())
+    assert "block-sparse products" in parts
+    assert all(part["unit"] == "ms" for part in parts.values())
     assert steps == [1, 2, 3, 4, 5, 7, 8, 9, 10]
 
 

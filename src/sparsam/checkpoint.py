@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,7 @@ __all__ = [
     "pack",
     "read",
     "rng_state",
+    "seed_all",
     "set_rng_state",
     "unpack",
     "write",
@@ -204,13 +207,15 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: Ma
         }
 
 
+def seed_all(seed: int) -> None:
+    """Seeds the global generators of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)  # noqa: NPY002 (the global generator: libraries and models of users draw from it)
+
+
 def rng_state() -> dict[str, Any]:
     """The global random states of torch, Python and NumPy."""
-    import random
-
-    import numpy
-
-    # The global generator, not one of our own: libraries and models of users draw from it.
     generator = numpy.random.get_state(legacy=False)  # noqa: NPY002
     assert isinstance(generator, dict)
     key = torch.from_numpy(generator["state"]["key"].astype("int64"))
@@ -228,10 +233,6 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Puts back what `rng_state` took."""
-    import random
-
-    import numpy
-
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     saved = state["numpy"]

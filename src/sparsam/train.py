@@ -81,7 +81,7 @@ class Training:
         self.recipe, self.run = recipe, run
         threads = training.threads or min(torch.get_num_threads(), measure.thread_allowance())
         torch.set_num_threads(threads)
-        torch.manual_seed(training.seed)
+        checkpoint.seed_all(training.seed)
 
         self.task = task or recipe.task()
         self.corpus = self.task.corpus

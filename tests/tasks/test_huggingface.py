@@ -62,9 +62,11 @@ def test_a_folder_is_a_task(folder, tmp_path):
         {"version": 1, "model": str(folder), "data": {"path": str(tmp_path)}, "training": {"context": 32}}
     )
     task = recipe.task()
-    assert task.corpus.train[-1] == 256 and task.corpus.bytes_per_token == pytest.approx(1, abs=0.02)
+    assert task.corpus.train[-1] == 256
+    assert task.corpus.bytes_per_token == pytest.approx(1, abs=0.02)
     model = task.build_model()
-    assert model.training and model(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 257)
+    assert model.training
+    assert model(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 257)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert recipe.starts_trained
 

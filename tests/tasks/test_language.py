@@ -26,12 +26,16 @@ def text_of(tokens):
 def test_the_standard_library_is_split_by_file():
     corpus = read_corpus()
     total = len(corpus.train) + len(corpus.validation)
-    assert total > 5_000_000 and 0.03 < len(corpus.validation) / total < 0.1
-    assert min(corpus.files) > 10 and corpus.skipped == 0
-    assert str(corpus).startswith("Python standard library · ") and str(corpus).endswith("held out, by file")
+    assert total > 5_000_000
+    assert 0.03 < len(corpus.validation) / total < 0.1
+    assert min(corpus.files) > 10
+    assert corpus.skipped == 0
+    assert str(corpus).startswith("Python standard library · ")
+    assert str(corpus).endswith("held out, by file")
     train = set(text_of(corpus.train).split(b"\0"))
     held = [text for text in text_of(corpus.validation).split(b"\0") if len(text) > 500]
-    assert held and not train.intersection(held)
+    assert held
+    assert not train.intersection(held)
     assert corpus.fingerprint == read_corpus().fingerprint
 
 
@@ -39,7 +43,8 @@ def test_a_folder(tmp_path):
     files = {f"sub__{i}_txt": f"text number {i}\n" * 20 for i in range(30)}
     write(tmp_path, **files, picture=b"\x89PNG\0\0", latin=b"caf\xe9", blank_txt=" \n", **{".hidden": "secret"})
     corpus = read_corpus(tmp_path, validation_share=0.2)
-    assert sum(corpus.files) == 30 and corpus.skipped == 2
+    assert sum(corpus.files) == 30
+    assert corpus.skipped == 2
     assert "2 files that are not text left out" in str(corpus)
     together = text_of(corpus.train) + text_of(corpus.validation)
     assert sorted(together.split(b"\0")[:-1]) == sorted(text.encode() for text in files.values())
@@ -61,7 +66,8 @@ def test_two_files_of_very_different_size(tmp_path):
 
 def test_one_file_holds_out_its_end(tmp_path):
     corpus = read_corpus(write(tmp_path, a_txt="x" * 90 + "y" * 10) / "a.txt", validation_share=0.1)
-    assert text_of(corpus.train) == b"x" * 90 + b"\0" and text_of(corpus.validation) == b"y" * 10 + b"\0"
+    assert text_of(corpus.train) == b"x" * 90 + b"\0"
+    assert text_of(corpus.validation) == b"y" * 10 + b"\0"
     assert str(corpus).endswith("held out, the end of the file")
 
 
@@ -70,7 +76,8 @@ def test_tokens_of_another_tokeniser(tmp_path):
     corpus = read_corpus(
         tmp_path, tokenise=lambda text: np.array([len(w) for w in text.split()], np.int32), separator=9
     )
-    assert corpus.train.tolist() == [5, 4, 4, 3, 9] and corpus.validation.tolist() == [3, 3, 9]
+    assert corpus.train.tolist() == [5, 4, 4, 3, 9]
+    assert corpus.validation.tolist() == [3, 3, 9]
     assert corpus.bytes_per_token == pytest.approx(26 / 8)
 
 
@@ -112,7 +119,8 @@ def test_no_standard_library(tmp_path, monkeypatch):
 
 def test_targets_follow_inputs():
     batch = Batches(torch.arange(200, dtype=torch.uint8), rows=3, context=7).next()
-    assert batch.inputs.shape == batch.targets.shape == (3, 7) and batch.inputs.dtype == torch.int64
+    assert batch.inputs.shape == batch.targets.shape == (3, 7)
+    assert batch.inputs.dtype == torch.int64
     assert torch.equal(batch.targets, batch.inputs + 1)
 
 
@@ -176,4 +184,5 @@ def test_the_loss_of_knowing_nothing():
             return torch.zeros(*tokens.shape, 256, dtype=torch.bfloat16)
 
     loss = language.loss_of(Uniform(), Batches(torch.arange(100), 2, 8).next())
-    assert loss.dtype == torch.float32 and float(loss) == pytest.approx(math.log(256))
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(math.log(256))

@@ -6,21 +6,27 @@ import os
 import sys
 from collections.abc import Sequence
 
-import click
 import typer
 
 from sparsam.cli import doctor, inspect, report, train
-from sparsam.cli.screen import fail
+from sparsam.cli.screen import Stopped, fail
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Trains PyTorch models on less, and proves what was saved against the dense original.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
+    """Trains PyTorch models on less, and proves what was saved against the dense original."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
 app.command("train")(train.train)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
@@ -41,24 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        sys.exit(app(given, prog_name="sparsam", standalone_mode=False) or 0)
-    except click.exceptions.NoArgsIsHelpError as help_:
-        print(help_.format_message())
-        sys.exit(0)
-    except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx is not None else "sparsam"
-        fail(f"{error.format_message().rstrip('.')}. See: {command} --help", status=2)
-    except click.Abort:
+        status = app(given, prog_name="sparsam", standalone_mode=False)
+    except Stopped as stopped:
+        fail(str(stopped), status=130)
+    except (KeyboardInterrupt, typer.Abort):
         fail("stopped.", status=130)
-    except KeyboardInterrupt:
-        fail("stopped at once; what was done since the last checkpoint is lost.", status=130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read our output has gone; so may we
         sys.exit(141)
     except Exception as error:
         if os.environ.get("SPARSAM_TRACEBACK") == "1":
             raise
+        # Typer brings its own copy of click's exceptions or uses click's: known by what they can do.
+        if hasattr(error, "format_message"):
+            command = context.command_path if (context := getattr(error, "ctx", None)) is not None else "sparsam"
+            fail(f"{' '.join(error.format_message().split()).rstrip('.')}. See: {command} --help", status=2)
         fail(_explained(error))
+    if status == 130:
+        fail("stopped.", status=130)  # Ctrl-C, as Typer hands it on
+    sys.exit(status or 0)
 
 
 def _explained(error: Exception) -> str:

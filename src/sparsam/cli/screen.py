@@ -22,10 +22,14 @@ from rich.text import Text
 from sparsam.sparse.table import LayerRow, SparsityTable
 from sparsam.train import Progress
 
-__all__ = ["Bars", "console", "fail", "facts", "layer_table", "plain_table"]
+__all__ = ["Bars", "Stopped", "console", "fail", "facts", "layer_table", "plain_table"]
 
 _RECENT = 20  # steps over which speed is shown
 _LINES = 10  # progress lines of a training whose output is not a terminal
+
+
+class Stopped(Exception):
+    """The user stopped it; the message says how to go on."""
 
 
 def console() -> Console:

@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 
 from sparsam import __version__, measure
-from sparsam.cli.screen import Bars, console, facts
+from sparsam.cli.screen import Bars, Stopped, console, facts
 from sparsam.recipe import Recipe, default_recipe, parse_recipe, read_recipe
 from sparsam.report import write as write_report
 from sparsam.run import Run
@@ -95,11 +95,13 @@ def _train(recipe: Recipe, run: Run, task: Task | None = None) -> None:
             interrupted = False
         except Interrupted:
             interrupted = True
+        except KeyboardInterrupt:
+            raise Stopped(f"stopped at once. Go on from the last checkpoint with: {run.resume_command}") from None
     screen.print()
     if interrupted:
         screen.print(f"Stopped after step {training.step} of {recipe.training.steps}; all of it is saved. Go on with:")
         screen.print(f"\n  {escape(run.resume_command)}\n", soft_wrap=True)
-        raise typer.Exit(130)
+        raise SystemExit(130)
     screen.print(write_report(run.folder))
 
 
