@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from sparsam.kernels.index import build_index
+from sparsam.kernels.ops import block_linear
 from sparsam.measure.breakdown import PARTS, step_breakdown
 
 
@@ -32,6 +34,17 @@ def test_parts_of_a_small_step(fused):
     assert {"dense products", "activation", "norms", "loss", "optimiser"} <= set(parts) <= set(PARTS)
     assert all(figure.unit == "ms" and figure.kind == "measured" and figure.value > 0 for figure in parts.values())
     assert list(parts) == sorted(parts, key=lambda name: -parts[name].value)
+
+
+def test_block_sparse_products_are_no_interpreter_s_time():
+    """The forward of an own operator is not booked under the operator's name: without a rule it would vanish."""
+    index = build_index(torch.arange(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32), 4, 4)
+    values = torch.randn(4, 32, 32, requires_grad=True)
+    x = torch.randn(4096, 128)
+    forward = step_breakdown(lambda: block_linear(x, values, index, 128), steps=5)
+    assert next(iter(forward)) == "block-sparse products"
+    parts = step_breakdown(lambda: block_linear(x, values, index, 128).sum().backward(), steps=5)
+    assert "block-sparse products" in parts
 
 
 def test_steps_are_counted():
