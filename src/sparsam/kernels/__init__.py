@@ -2,7 +2,7 @@
 
 from sparsam.kernels.attention import attention, self_attention
 from sparsam.kernels.index import BlockIndex, blocks_from_dense, build_index, dense_from_blocks
-from sparsam.kernels.ops import backend, block_linear
+from sparsam.kernels.ops import backend, block_linear, pack
 
 __all__ = [
     "BlockIndex",
@@ -12,5 +12,6 @@ __all__ = [
     "blocks_from_dense",
     "build_index",
     "dense_from_blocks",
+    "pack",
     "self_attention",
 ]
