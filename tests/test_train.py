@@ -267,3 +267,13 @@ def test_globs_that_match_nothing(text, tmp_path):
     recipe = recipe_of(text, "sparsity.exclude=['blocks.*.upp']")
     with Run.create(tmp_path / "run", recipe.yaml()) as run, pytest.raises(ValueError, match=r"blocks\.\*\.upp"):
         Training(recipe, run, fail)
+
+
+def test_other_threads_are_said(text, tmp_path):
+    recipe = recipe_of(text)
+    run_to(recipe, tmp_path / "run", 3)
+    before = torch.get_num_threads()
+    notes = []
+    with Run.open(tmp_path / "run") as run:
+        Training(parse_recipe(recipe.yaml(), [f"training.threads={before + 1}"]), run, notes.append)
+    assert notes == [f"This goes on from step 3, but not bit for bit: threads {before} then, {before + 1} now."]

@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 from sparsam import checkpoint, measure
+from sparsam.kernels.ops import backend, pack
 from sparsam.precision.part import Precision
 from sparsam.rate import LearningRate
 from sparsam.recipe import Recipe
 from sparsam.run import Run, RunError
 from sparsam.session import Part, Rewire, Session
+from sparsam.sparse.layers import SparseLinear
 from sparsam.sparse.part import SparseTraining
 from sparsam.sparse.table import SparsityTable
 from sparsam.tasks import language
@@ -111,7 +113,7 @@ class Training:
         self.seconds = 0.0
         self._skipped = 0
         self._phases: dict[str, list[float]] = {}
-        self._facts = {"corpus": self.corpus.fingerprint, "profile": profile}
+        self._facts = {"corpus": self.corpus.fingerprint, "profile": profile, "machine": _decides_bits(threads)}
 
         if resume:
             self._resume(notify)
@@ -187,6 +189,8 @@ class Training:
         for name, size in kept.items():
             figures[f"{name.removesuffix('s')}_bytes"] = measure.measured(size, "B")
         figures["training_bytes"] = measure.measured(sum(kept.values()), "B")
+        if self.table is not None and self.recipe.training.precision == "bf16":
+            figures["packed_bytes"] = measure.modelled(_packed_bytes(self.model), "B")
         figures["peak_rss_bytes"] = measure.measured(measure.peak_rss_bytes(), "B")
         figures["parameters"] = measure.modelled(sum(p.numel() for p in self.model.parameters()), "")
         batch = torch.zeros(self.recipe.training.batch, self.recipe.training.context, dtype=torch.int64)
@@ -239,6 +243,10 @@ class Training:
         self.batches.load_state_dict(state["data"])
         self.seconds = state["run"]["seconds"]
         checkpoint.set_rng_state(state["rng"])
+        if state["run"]["machine"] != self._facts["machine"]:
+            then, now = state["run"]["machine"], self._facts["machine"]
+            changed = ", ".join(f"{name} {then[name]} then, {now[name]} now" for name in now if then[name] != now[name])
+            notify(f"This goes on from step {step}, but not bit for bit: {changed}.")
         assert self.step == step, f"the checkpoint of step {step} holds the session of step {self.step}"
 
     def _one_step(self) -> Progress:
@@ -343,7 +351,7 @@ def train(
     try:
         while True:
             if twin is not None:
-                twin.advance(training.step)
+                _advance(twin, training)
             if training.step >= recipe.training.steps:
                 break
             training.advance(training.step - training.step % turn + turn, show, stop)
@@ -351,6 +359,29 @@ def train(
         training.save()
         raise
     training.finish()
+
+
+def _advance(twin: Twin, training: Training) -> None:
+    try:
+        twin.advance(training.step)
+    except RunError:
+        training.save()  # the twin's failure must not cost what this training has done
+        raise
+
+
+def _decides_bits(threads: int) -> dict[str, Any]:
+    """What must be the same for a resumed run to be the uninterrupted one bit for bit."""
+    return {"threads": threads, "kernels": backend(), "torch": torch.__version__}
+
+
+def _packed_bytes(model: nn.Module) -> int:
+    """The largest pack: a product lays out its layer's blocks in both orientations, and drops them when it is done."""
+    packs = [
+        pack(layer.values.detach(), layer.index, layer.in_features, layer.out_features, torch.bfloat16)
+        for layer in model.modules()
+        if isinstance(layer, SparseLinear) and layer.product == "kernel"
+    ]
+    return max((2 * pack.numel() * pack.element_size() for pack in packs if pack is not None), default=0)
 
 
 class _RewireLog(Part):

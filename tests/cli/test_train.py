@@ -38,7 +38,7 @@ def test_train_says_what_it_does_and_reports(sparsam, recipe):
     for part in (
         f"sparsam {__version__}",
         "text · 0.0",
-        "byte-level GPT · 1 layers, width 32, 1 heads",
+        "byte-level GPT · 1 layer, width 32, 1 head",
         "75 % of 4 of 7 matrices · blocks of 8 × 8 · RigL every 2 steps until step 6",
         "6/6  loss ",
         "Report: run/report.html",
@@ -65,6 +65,37 @@ def test_with_its_twin_in_a_process_of_its_own(sparsam, recipe):
     assert report["figures"].keys() == {"sparse", "dense"}
     peaks = [report["figures"][side]["peak_rss_bytes"]["value"] for side in ("sparse", "dense")]
     assert min(peaks) > 10e6
+
+
+def test_the_twins_death_costs_nothing_of_the_run(sparsam, recipe, monkeypatch):
+    from sparsam.twin import TwinProcess
+
+    advance = TwinProcess.advance
+
+    def advance_or_die(twin, step):
+        if step == 3:
+            twin._process.kill()
+        advance(twin, step)
+
+    arguments = ("--out", "run", "--set", "twin=full", "--set", "training.checkpoint_every=100")
+    with monkeypatch.context() as patch:
+        patch.setattr(TwinProcess, "advance", advance_or_die)
+        result = sparsam("train", recipe, *arguments)
+    assert result.status == 1
+    assert (
+        "dense twin: its process ended (exit status -9), perhaps for lack of memory. Go on with --resume" in result.err
+    )
+    assert [folder.name for folder in checkpoints(Path("run"))] == ["step-00000003"]
+    assert sparsam("train", "--resume", "run").status == 0
+    assert steps_of(Path("run")) == steps_of(Path("run/twin")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_fault_of_the_twins_is_said(sparsam, recipe):
+    sparsam("train", recipe, "--out", "run", "--steps", 1, "--set", "twin=full")
+    for folder in checkpoints(Path("run/twin")):
+        (folder / "manifest.json").unlink()
+    result = sparsam("train", "--resume", "run")
+    assert "dense twin: No whole checkpoint is left." in result.err
 
 
 def test_a_sampled_twin_claims_no_quality(sparsam, recipe):
@@ -219,3 +250,30 @@ def test_kill_at_random_instants_and_resume_is_the_uninterrupted_run(sparsam, re
     assert sparsam(*arguments).status == 0
     assert steps_of(run) == steps_of(tmp_path / "whole")
     assert same(whole_state(run), whole_state(tmp_path / "whole"))
+
+
+@pytest.mark.integration
+def test_a_hugging_face_folder_learns(sparsam, recipe, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained("model")
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained("model")
+    result = sparsam("train", recipe, "--out", "run", "--set", "model=model", "--set", "twin=full")
+    assert result.status == 0, result.err
+    assert "75 % of 14 of 15 matrices" in result.out
+    assert sparsam("train", "--resume", "run").status == 0
+    result = sparsam("inspect", "model", "--set", "sparsity={pattern: {rows: 8, cols: 8}, if_slow: compact}")
+    assert "model.model.layers.*.mlp.up_proj" in result.out
+    assert result.err == ""

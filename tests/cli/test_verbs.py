@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from sparsam import __version__
 from sparsam.cli import main
 
 
@@ -10,6 +11,10 @@ def test_help(sparsam, arguments):
     result = sparsam(*arguments)
     assert result.status == 0
     assert "Usage: sparsam" in result.out
+
+
+def test_version(sparsam):
+    assert sparsam("--version").out == f"sparsam {__version__}\n"
 
 
 @pytest.mark.parametrize(

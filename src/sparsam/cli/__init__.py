@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from sparsam import __version__
 from sparsam.cli import doctor, inspect, report, train
 from sparsam.cli.screen import Stopped, fail
 
@@ -21,8 +23,14 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context) -> None:
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
     """Trains PyTorch models on less, and proves what was saved against the dense original."""
+    if version:
+        print(f"sparsam {__version__}")
+        raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
 

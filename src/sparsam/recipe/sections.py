@@ -62,7 +62,10 @@ class GPTModel(Strict):
 
     @property
     def text(self) -> str:
-        return f"byte-level GPT · {self.layers} layers, width {self.width}, {self.heads} heads"
+        layers, heads = (
+            f"{n} {what}{'' if n == 1 else 's'}" for n, what in ((self.layers, "layer"), (self.heads, "head"))
+        )
+        return f"byte-level GPT · {layers}, width {self.width}, {heads}"
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

@@ -92,6 +92,9 @@ class FolderModel:
         ).train()
 
     def _load(self, what: str, loader: Any, **options: Any) -> Any:
+        log = self._transformers.utils.logging
+        bars = log.is_progress_bar_enabled()
+        log.disable_progress_bar()  # the screen is not theirs
         try:
             return loader.from_pretrained(str(self.folder), local_files_only=True, **options)
         except Exception as error:  # Transformers raises what its many backends raise
@@ -99,3 +102,6 @@ class FolderModel:
             raise ValueError(
                 f"{self.folder}: expected a {what}, it does not load: {type(error).__name__}: {reason}"
             ) from error
+        finally:
+            if bars:
+                log.enable_progress_bar()
