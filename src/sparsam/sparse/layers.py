@@ -266,22 +266,24 @@ class SparseLinear(nn.Module):
                 setattr(self, name, new)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        name = prefix[:-1] or "SparseLinear"
         values = state_dict.get(prefix + "values")
-        if values is not None and values.shape[1:] == self.values.shape[1:] and len(values) != len(self.values):
+        fits = values is not None and values.shape[1:] == self.values.shape[1:]
+        if fits and len(values) != len(self.values):
             if self.values.grad is not None or self.attached:
                 raise ValueError(
-                    f"{prefix[:-1]}: expected {len(self.values)} slots, got {len(values)}. "
+                    f"{name}: expected {len(self.values)} slots, got {len(values)}. "
                     "Load another density before the optimiser exists."
                 )
             self.values = nn.Parameter(self.values.new_zeros(values.shape), self.values.requires_grad)
             self.block_row = self.block_row.new_full((len(values),), -1)
             self.block_col = self.block_col.new_full((len(values),), -1)
         row, col = state_dict.get(prefix + "block_row"), state_dict.get(prefix + "block_col")
-        if row is not None and col is not None and not self._has_places(row, col):
+        if fits and row is not None and col is not None and not self._has_places(row, col):
             # a kernel would read and write outside its tensors
             errors: list[str] = args[-1]
             errors.append(
-                f"{prefix[:-1]}: expected block addresses in {self.grid[0]} x {self.grid[1]}, each once, got others. "
+                f"{name}: expected block addresses in {self.grid[0]} x {self.grid[1]}, each once, got others. "
                 "Load the state of a layer of the same shape and pattern."
             )
             return

@@ -177,7 +177,7 @@ class SparseTraining(Part):
         return LayerView(
             name=weight.name,
             pattern=weight.pattern,
-            topology=weight.topology,
+            topology=weight.topology.clone(),
             weight=weight.parameter.detach(),
             gradient=None if gradient is None else gradient.detach(),
             moments=moments(self.session.optimizer, weight.parameter),
