@@ -116,7 +116,15 @@ def notes(run: RunData) -> list[str]:
     if warning:
         lines.append(str(warning))
     if run.dense is not None:
-        lines.append("Both trainings ran on this machine in turns; gains are medians over the steps that both took.")
+        lines.append(
+            "Both trainings ran on this machine in turns;"
+            " the gain in speed is the median over the steps that both took."
+        )
+        if time_to_twin(run) is not None:
+            lines.append(
+                "Time to the twin's final loss: training time from which the validation loss, averaged over three"
+                " evaluations in a row, stays at or below the twin's."
+            )
     return lines
 
 

@@ -26,7 +26,7 @@ __all__ = ["render"]
 
 # Figures that get a tile, in this order, and how a gain in them is said.
 _TILES = {
-    "tokens_per_second": ("Training speed", "faster", "slower"),
+    "tokens_per_second": ("Training speed", "as fast", "as fast"),
     "validation_loss": ("Validation loss", "", ""),
     "time_to_twin": ("Time to the twin's final loss", "sooner", "later"),
     "training_bytes": ("Parameters + gradients + optimiser", "smaller", "larger"),
@@ -113,12 +113,12 @@ def _tile(row: Comparison) -> str:
         return ""
     if row.gain is not None:
         ahead = row.gain.value >= 1
-        times = row.gain.value if ahead else 1 / row.gain.value
+        times = row.gain.value if ahead or better == worse else 1 / row.gain.value
         big = f"{times:.2f}x<small>{better if ahead else worse}</small>"
         css = "tile gain" if ahead else "tile"
     else:
         number, _, unit = figure.text.partition(" ")
-        big, css = f"{html.escape(number)}<small>{html.escape(unit)}</small>", "tile"
+        big, css = f"{html.escape(number)}<small>{html.escape(unit).replace('/', '/<wbr>')}</small>", "tile"
     below = []
     if row.gain is not None and row.sparse is not None:
         below.append(row.sparse.text)
@@ -254,7 +254,7 @@ def _badges(kinds: str) -> str:
 
 def _emphasised(sentence: str) -> str:
     """The sentence with its ratios and shares set off."""
-    return re.sub(r"(\d[\d.,]*(?:x\b(?! blocks)| %))", r"<b>\1</b>", html.escape(sentence))
+    return re.sub(r"(\d[\d.,]*(?:x\b| %| of the twin&#x27;s time))", r"<b>\1</b>", html.escape(sentence))
 
 
 def _plain(value: Any) -> str:
