@@ -55,10 +55,12 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
 
 def plain_table(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[str] = ()) -> Table:
     """A table with a rule under its head; columns named in `right` hold numbers."""
-    numbers = set(right)
+    head, numbers = list(head), set(right)
+    last = head[-1]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="dim", show_edge=False)
     for name in head:
-        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+        # Only the last column, which holds prose, may break.
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold", no_wrap=name != last)
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     return table
