@@ -71,7 +71,7 @@ def render(
         "name": html.escape(run.folder.resolve().name),
         "sentence": _emphasised(sentence),
         "chips": "".join(f'<span class="chip">{html.escape(text)}</span>' for text in _chips(run)),
-        "tiles": "".join(_tile(row) for name in _TILES for row in comparisons if row.name == name),
+        "tiles": "".join(_tile(row, run) for name in _TILES for row in comparisons if row.name == name),
         "notes": _notes(notes),
         "plots": _plots(list(figures)),
         "tables": _tables(run, comparisons),
@@ -106,7 +106,7 @@ def _chips(run: RunData) -> list[str]:
     return chips
 
 
-def _tile(row: Comparison) -> str:
+def _tile(row: Comparison, run: RunData) -> str:
     label, better, worse = _TILES[row.name]
     figure = row.gain or row.sparse
     if figure is None:
@@ -119,6 +119,7 @@ def _tile(row: Comparison) -> str:
     else:
         number, _, unit = figure.text.partition(" ")
         big, css = f"{html.escape(number)}<small>{html.escape(unit).replace('/', '/<wbr>')}</small>", "tile"
+    alone = "no dense twin" if run.dense is None else "not compared"
     below = []
     if row.gain is not None and row.sparse is not None:
         below.append(row.sparse.text)
@@ -126,7 +127,7 @@ def _tile(row: Comparison) -> str:
         below.append(f"{'against' if below else 'dense twin'} {row.dense.text}")
     return (
         f'<div class="{css}"><div class="label">{html.escape(label)}</div><div class="big">{big}</div>'
-        f'<div class="sub">{html.escape(" ".join(below)) or "no dense twin"}</div>{_badge(figure.kind)}</div>'
+        f'<div class="sub">{html.escape(" ".join(below)) or alone}</div>{_badge(figure.kind)}</div>'
     )
 
 
