@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+import yaml
 
 from sparsam.recipe import RecipeError, default_recipe, parse_recipe, read_recipe
 
@@ -155,3 +159,9 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match=r"b\.yaml: expected a recipe \(a YAML file\), it cannot be read"):
         read_recipe(tmp_path / "b.yaml")
+
+
+def test_the_page_lists_every_key_with_its_default():
+    page = (Path(__file__).parents[2] / "docs" / "recipe.md").read_text()
+    [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert yaml.safe_load(text) == yaml.safe_load(parse_recipe("version: 1").yaml())
