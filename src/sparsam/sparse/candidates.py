@@ -22,6 +22,8 @@ __all__ = ["Candidate", "LinearProfile", "Options", "decide", "places", "table_o
 
 # Last names of modules that turn features into answers: sparse ones cost quality and save little.
 _HEADS = ("head", "lm_head", "classifier", "score", "output", "fc_out")
+# How torch.nn.utils.weight_norm and spectral_norm name the parts of a weight: its ending, and what stands beside it.
+_REPARAMETRISED = (("_v", "_g"), ("_orig", "_u"))
 
 
 class LinearTiming(Protocol):
@@ -206,7 +208,7 @@ def _candidates(model: nn.Module) -> list[Candidate]:
             if parameter.dim() < 2:
                 continue
             path = f"{name}.{weight_name}".lstrip(".")
-            label = name if weight_name == "weight" else path
+            label = name if weight_name == "weight" or isinstance(module, SparseLinear) else path
             known = by_weight.get(id(parameter))
             if known is None:
                 by_weight[id(parameter)] = Candidate(label, module, weight_name, [(module, weight_name)], [path])
@@ -227,7 +229,8 @@ def _obstacle(candidate: Candidate, pattern: Pattern, options: Options, is_model
     if any(masked_weights(module) or isinstance(module, SparseLinear) for module in modules):
         return "sparse already"
     for module, weight_name in candidate.owners:
-        if parametrize.is_parametrized(module, weight_name) or hasattr(module, weight_name.removesuffix("_v") + "_g"):
+        old_style = any(hasattr(module, weight_name.removesuffix(end) + mark) for end, mark in _REPARAMETRISED)
+        if isinstance(module, parametrize.ParametrizationList) or old_style:
             return "reparametrised (weight_norm or spectral_norm): remove that first"
         maskable = next((names for kind, names in MASKABLE.items() if isinstance(module, kind)), ())
         if weight_name not in maskable:

@@ -269,7 +269,7 @@ class SparseLinear(nn.Module):
         name = prefix[:-1] or "SparseLinear"
         values = state_dict.get(prefix + "values")
         fits = values is not None and values.shape[1:] == self.values.shape[1:]
-        if fits and len(values) != len(self.values):
+        if values is not None and fits and len(values) != len(self.values):
             if self.values.grad is not None or self.attached:
                 raise ValueError(
                     f"{name}: expected {len(self.values)} slots, got {len(values)}. "

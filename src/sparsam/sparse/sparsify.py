@@ -156,7 +156,6 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     """
     _refuse_wrapped(model, "compact")
     _refuse_held(model, "compact")
-    names = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     for module in list(model.modules()):
         if isinstance(module, SparseLinear) and bool((module.block_row < 0).any()):
             smaller = SparseLinear.from_dense(
@@ -166,7 +165,7 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
             convert = _through_dense(module.scatter, smaller.gather)
         elif type(module) in (nn.Linear, ActivatedLinear) and (buffer := _only_block(module)) is not None:
             old = buffer.parameter
-            if sum(parameter is old for parameter in names) > len(places(model, module)):
+            if sum(any(held is old for held in other._parameters.values()) for other in model.modules()) > 1:
                 continue
             assert isinstance(buffer.pattern, Block)
             smaller = SparseLinear.from_dense(module, buffer.topology, buffer.pattern)  # type: ignore[arg-type]
