@@ -62,7 +62,8 @@ int32_t detect_processor() {
   const bool tiles = saves_tiles && (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
   if (a < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return SPARSAM_AVX512;
 #ifdef __linux__
-  // Linux gives a process the 8 KiB of tile state only on request; the permission is inherited by its threads and forks.
+  // Linux gives a process the 8 KiB of tile state only on request; the permission is inherited by its threads and
+  // forks.
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   if (tiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return SPARSAM_AMX;
 #else
@@ -100,14 +101,15 @@ bool is_dtype(int32_t dtype) { return dtype == SPARSAM_F32 || dtype == SPARSAM_B
 bool is_activation(int32_t activation) { return activation >= SPARSAM_NONE && activation <= SPARSAM_SILU; }
 
 // One sorted index: `starts` covers `lines` lines, and every slot it names lies in its line and inside the other side.
-bool is_index(const int32_t* starts, const int32_t* slots, int64_t lines, const int32_t* line_of, const int32_t* other_of,
-              int64_t others, int64_t slot_count) {
+bool is_index(const int32_t* starts, const int32_t* slots, int64_t lines, const int32_t* line_of,
+              const int32_t* other_of, int64_t others, int64_t slot_count) {
   if (!starts || starts[0] != 0 || starts[lines] > slot_count || (starts[lines] > 0 && !slots)) return false;
   for (int64_t line = 0; line < lines; ++line) {
     if (starts[line + 1] < starts[line]) return false;
     for (int32_t i = starts[line]; i < starts[line + 1]; ++i) {
       const int64_t slot = slots[i];
-      if (slot < 0 || slot >= slot_count || line_of[slot] != line || other_of[slot] < 0 || other_of[slot] >= others) return false;
+      if (slot < 0 || slot >= slot_count || line_of[slot] != line || other_of[slot] < 0 || other_of[slot] >= others)
+        return false;
     }
   }
   return true;
@@ -115,12 +117,14 @@ bool is_index(const int32_t* starts, const int32_t* slots, int64_t lines, const 
 
 bool is_shape(const sparsam_layer* p) {
   return p && p->in_features >= 1 && p->out_features >= 1 && p->rows >= 1 && p->cols >= 1 && p->slots >= 0 &&
-         p->slots <= INT32_MAX && is_dtype(p->values_dtype) && (p->slots == 0 || (p->values && p->block_row && p->block_col));
+         p->slots <= INT32_MAX && is_dtype(p->values_dtype) &&
+         (p->slots == 0 || (p->values && p->block_row && p->block_col));
 }
 
 bool is_layer(const sparsam_layer* p) {
   if (!is_shape(p)) return false;
-  const int64_t block_rows = (p->out_features + p->rows - 1) / p->rows, block_cols = (p->in_features + p->cols - 1) / p->cols;
+  const int64_t block_rows = (p->out_features + p->rows - 1) / p->rows,
+                block_cols = (p->in_features + p->cols - 1) / p->cols;
   return is_index(p->row_start, p->row_slots, block_rows, p->block_row, p->block_col, block_cols, p->slots) &&
          is_index(p->col_start, p->col_slots, block_cols, p->block_col, p->block_row, block_rows, p->slots);
 }
@@ -140,7 +144,8 @@ int32_t dispatch(int32_t isa, const Call& call) {
   return SPARSAM_UNSUPPORTED;
 }
 
-// Opens every packed buffer: each backend has a layout of its own, and reading one as another would give silent nonsense.
+// Opens every packed buffer: each backend has a layout of its own, and reading one as another would give silent
+// nonsense.
 struct alignas(64) PackHeader {
   uint32_t magic;
   int32_t chosen, backend, dtype;
@@ -188,7 +193,8 @@ void* sparsam_scratch(int which, size_t bytes) {
   free(scratch->data[which]);
   scratch->data[which] = nullptr;
   scratch->bytes[which] = 0;
-  const size_t page = size_t(2) << 20, unit = bytes >= page ? page : 4096, rounded = (bytes + unit - 1) / unit * unit + unit * !bytes;
+  const size_t page = size_t(2) << 20, unit = bytes >= page ? page : 4096,
+               rounded = (bytes + unit - 1) / unit * unit + unit * !bytes;
   void* data = nullptr;
   if (posix_memalign(&data, unit, rounded)) return nullptr;
 #ifdef MADV_HUGEPAGE
@@ -221,10 +227,12 @@ int32_t sparsam_get_isa(void) {
   return isa == kUnknown ? sparsam_best_isa() : isa;
 }
 
-int32_t sparsam_forward(const sparsam_layer* layer, int32_t dtype, int64_t tokens, const void* x, int64_t ldx, const void* bias,
-                        int32_t bias_dtype, int32_t activation, void* y, void* pre, const void* packed, int32_t threads) {
+int32_t sparsam_forward(const sparsam_layer* layer, int32_t dtype, int64_t tokens, const void* x, int64_t ldx,
+                        const void* bias, int32_t bias_dtype, int32_t activation, void* y, void* pre,
+                        const void* packed, int32_t threads) {
   // With packed weights (one row at a time, say) a walk over the whole index would cost more than it could ever find.
-  if (!(packed ? is_shape(layer) && layer->row_start && layer->col_start : is_layer(layer))) return SPARSAM_BAD_ARGUMENT;
+  if (!(packed ? is_shape(layer) && layer->row_start && layer->col_start : is_layer(layer)))
+    return SPARSAM_BAD_ARGUMENT;
   if (!is_dtype(dtype) || !is_activation(activation) || (bias && !is_dtype(bias_dtype)) || tokens < 0 || threads < 1)
     return SPARSAM_BAD_ARGUMENT;
   if (tokens == 0) return SPARSAM_OK;
@@ -237,8 +245,8 @@ int32_t sparsam_forward(const sparsam_layer* layer, int32_t dtype, int64_t token
         h->dtype != dtype || h->in_features != layer->in_features || h->out_features != layer->out_features ||
         h->slots != layer->slots || h->rows != layer->rows || h->cols != layer->cols)
       return SPARSAM_BAD_ARGUMENT;
-    const int32_t status = kBackends[h->backend]->forward(layer, dtype, tokens, x, ldx, bias, bias_dtype, activation, y, pre,
-                                                          h + 1, threads);
+    const int32_t status = kBackends[h->backend]->forward(layer, dtype, tokens, x, ldx, bias, bias_dtype, activation, y,
+                                                          pre, h + 1, threads);
     if (status != SPARSAM_UNSUPPORTED) return status;
   }
   return dispatch(isa, [&](const Backend& backend) {
@@ -246,10 +254,11 @@ int32_t sparsam_forward(const sparsam_layer* layer, int32_t dtype, int64_t token
   });
 }
 
-int32_t sparsam_backward(const sparsam_layer* layer, int32_t dtype, int64_t tokens, const void* grad, int64_t ldg, const void* x,
-                         int64_t ldx, const void* pre, int32_t activation, void* dx, void* dvalues, float* dbias,
-                         int32_t threads) {
-  if (!is_layer(layer) || !is_dtype(dtype) || !is_activation(activation) || tokens < 0 || threads < 1) return SPARSAM_BAD_ARGUMENT;
+int32_t sparsam_backward(const sparsam_layer* layer, int32_t dtype, int64_t tokens, const void* grad, int64_t ldg,
+                         const void* x, int64_t ldx, const void* pre, int32_t activation, void* dx, void* dvalues,
+                         float* dbias, int32_t threads) {
+  if (!is_layer(layer) || !is_dtype(dtype) || !is_activation(activation) || tokens < 0 || threads < 1)
+    return SPARSAM_BAD_ARGUMENT;
   if (tokens == 0) {
     const size_t width = layer->values_dtype == SPARSAM_F32 ? 4 : 2;
     if (dvalues) memset(dvalues, 0, width * size_t(layer->slots) * size_t(layer->rows) * size_t(layer->cols));
@@ -265,8 +274,9 @@ int32_t sparsam_backward(const sparsam_layer* layer, int32_t dtype, int64_t toke
   });
 }
 
-int32_t sparsam_scores(const sparsam_layer* layer, int32_t dtype, int64_t tokens, const void* grad, int64_t ldg, const void* x,
-                       int64_t ldx, const void* pre, int32_t activation, float* scores, int32_t threads) {
+int32_t sparsam_scores(const sparsam_layer* layer, int32_t dtype, int64_t tokens, const void* grad, int64_t ldg,
+                       const void* x, int64_t ldx, const void* pre, int32_t activation, float* scores,
+                       int32_t threads) {
   if (!is_layer(layer) || !is_dtype(dtype) || !is_activation(activation) || tokens < 0 || threads < 1 || !scores)
     return SPARSAM_BAD_ARGUMENT;
   if (tokens == 0) {
@@ -297,18 +307,31 @@ int32_t sparsam_pack(const sparsam_layer* layer, int32_t dtype, void* packed, in
   const int32_t backend = packing_backend(layer, dtype, &bytes);
   if (backend == kUnknown) return SPARSAM_UNSUPPORTED;
   PackHeader* h = static_cast<PackHeader*>(packed);
-  *h = PackHeader{kMagic, sparsam_get_isa(), backend, dtype, layer->in_features, layer->out_features, layer->slots, layer->rows, layer->cols};
+  *h = PackHeader{kMagic,       sparsam_get_isa(), backend,    dtype, layer->in_features, layer->out_features,
+                  layer->slots, layer->rows,       layer->cols};
   return kBackends[backend]->pack(layer, dtype, h + 1, usable_threads(threads));
 }
 
 #ifndef SPARSAM_HAVE_AMX
-int32_t sparsam_attention_forward(const sparsam_attention*, const void*, const int64_t*, const void*, const int64_t*, const void*,
-                                  const int64_t*, void*, const int64_t*, float*, int32_t) {
+int32_t sparsam_attention_forward(const sparsam_attention*, const void*, const int64_t*, const void*, const int64_t*,
+                                  const void*, const int64_t*, void*, const int64_t*, float*, int32_t) {
   return SPARSAM_UNSUPPORTED;
 }
-int32_t sparsam_attention_backward(const sparsam_attention*, const void*, const int64_t*, const void*, const int64_t*, const void*,
-                                   const int64_t*, const void*, const int64_t*, const float*, const void*, const int64_t*, void*,
-                                   const int64_t*, void*, const int64_t*, void*, const int64_t*, int32_t) {
+int32_t sparsam_attention_backward(const sparsam_attention*, const void*, const int64_t*, const void*, const int64_t*,
+                                   const void*, const int64_t*, const void*, const int64_t*, const float*, const void*,
+                                   const int64_t*, void*, const int64_t*, void*, const int64_t*, void*, const int64_t*,
+                                   int32_t) {
+  return SPARSAM_UNSUPPORTED;
+}
+#endif
+
+#ifndef SPARSAM_HAVE_AVX512
+int32_t sparsam_norm_forward(int64_t, int64_t, const float*, const void*, int32_t, const float*, const float*, float,
+                             float*, void*, int32_t, float*, float*, int32_t) {
+  return SPARSAM_UNSUPPORTED;
+}
+int32_t sparsam_norm_backward(int64_t, int64_t, const void*, int32_t, const float*, const float*, const float*,
+                              const float*, const float*, float*, void*, float*, float*, int32_t) {
   return SPARSAM_UNSUPPORTED;
 }
 #endif
