@@ -137,6 +137,7 @@ def test_what_a_run_leaves(text, tmp_path):
     recipe = recipe_of(text)
     with Run.create(tmp_path / "run", recipe.yaml()) as run:
         training = Training(recipe, run, fail)
+        training.advance(0, quiet, never)  # as the twin is told to at first
         train(training, quiet, never)
         summary = run.read("summary.json")
         records = list(run.records())

@@ -111,6 +111,7 @@ class Training:
         self.batches = language.Batches(self.corpus.train, training.batch, training.context, training.seed)
         self.compiled: nn.Module = torch.compile(model) if training.compile else model  # type: ignore[assignment]
         self.seconds = 0.0
+        self._begun = False
         self._skipped = 0
         self._phases: dict[str, list[float]] = {}
         self._facts = {"corpus": self.corpus.fingerprint, "profile": profile, "machine": _decides_bits(threads)}
@@ -138,8 +139,9 @@ class Training:
             RunError: the loss is no longer finite, or the disk is full.
         """
         training = self.recipe.training
-        if self.step == 0:
+        if self.step == 0 and not self._begun:
             self._evaluate()
+        self._begun = True
         while self.step < min(until, training.steps):
             if self.step == training.steps // 2 and training.steps >= 10:
                 # A step like all others, but the profiler slows it: its time is not among the times of steps.
