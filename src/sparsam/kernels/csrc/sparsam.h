@@ -117,6 +117,25 @@ SPARSAM_API int32_t sparsam_attention_backward(const sparsam_attention* shape, c
                                                const int64_t* dq_strides, void* dk, const int64_t* dk_strides, void* dv,
                                                const int64_t* dv_strides, int32_t threads);
 
+/* Residual addition and LayerNorm over the last dimension, rows x width, all contiguous:
+ * sum = x + branch,  out = (sum - mean) rstd weight + bias,  rstd = 1 / sqrt(variance + eps); computed in fp32.
+ *   branch: of branch_dtype, or NULL: nothing is added, and sum may be NULL too.   weight, bias: (width), or NULL.
+ *   out:    of out_dtype.   mean, rstd: (rows), for the backward.
+ * SPARSAM_UNSUPPORTED below AVX-512. */
+SPARSAM_API int32_t sparsam_norm_forward(int64_t rows, int64_t width, const float* x, const void* branch,
+                                         int32_t branch_dtype, const float* weight, const float* bias, float eps, float* sum, void* out,
+                                         int32_t out_dtype, float* mean, float* rstd, int32_t threads);
+
+/* Gradients of sparsam_norm_forward. sum is x where nothing was added. Sums over rows are added up in an order that
+ * depends on rows alone.
+ *   dout: of out_dtype, gradient of out.   dsum: gradient of sum, or NULL for zero.
+ *   dx:   gradient of x, and of a float32 branch.   dx_bf16: the same rounded, for a bfloat16 branch, or NULL.
+ *   dweight, dbias: (width), or NULL. */
+SPARSAM_API int32_t sparsam_norm_backward(int64_t rows, int64_t width, const void* dout, int32_t out_dtype,
+                                          const float* dsum, const float* sum, const float* mean, const float* rstd,
+                                          const float* weight, float* dx, void* dx_bf16, float* dweight, float* dbias,
+                                          int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif
