@@ -217,6 +217,58 @@ class Library:
         )
         return _supported(status, "attention backward")
 
+    def norm_forward(
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        added: torch.Tensor | None,
+        out: torch.Tensor,
+        mean: torch.Tensor,
+        rstd: torch.Tensor,
+    ) -> bool:
+        """Writes x + branch to added, its LayerNorm to out, and mean and rstd; False when this machine cannot."""
+        status = self.c.sparsam_norm_forward(
+            _int64(mean.numel()),
+            _int64(x.shape[-1]),
+            _at(x),
+            _at(branch),
+            _int32(0 if branch is None else _DTYPES[branch.dtype]),
+            _at(weight),
+            _at(bias),
+            ctypes.c_float(eps),
+            _at(added),
+            _at(out),
+            _int32(_DTYPES[out.dtype]),
+            _at(mean),
+            _at(rstd),
+            _int32(threads()),
+        )
+        return _supported(status, "norm forward")
+
+    def norm_backward(
+        self,
+        dout: torch.Tensor,
+        dadded: torch.Tensor | None,
+        added: torch.Tensor,
+        mean: torch.Tensor,
+        rstd: torch.Tensor,
+        weight: torch.Tensor | None,
+        *gradients: torch.Tensor | None,
+    ) -> bool:
+        """Backward of the norm; gradients are dx, dx in bfloat16, dweight, dbias: written unless None (dx always)."""
+        status = self.c.sparsam_norm_backward(
+            _int64(mean.numel()),
+            _int64(added.shape[-1]),
+            _at(dout),
+            _int32(_DTYPES[dout.dtype]),
+            *map(_at, (dadded, added, mean, rstd, weight, *gradients)),
+            _int32(threads()),
+        )
+        return _supported(status, "norm backward")
+
 
 @functools.cache
 def library() -> Library | None:
