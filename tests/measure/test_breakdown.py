@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sparsam.kernels.index import build_index
+from sparsam.kernels.norm import add_layer_norm
 from sparsam.kernels.ops import block_linear
 from sparsam.measure.breakdown import PARTS, step_breakdown
 
@@ -45,6 +46,15 @@ def test_block_sparse_products_are_no_interpreter_s_time():
     assert next(iter(forward)) == "block-sparse products"
     parts = step_breakdown(lambda: block_linear(x, values, index, 128).sum().backward(), steps=5)
     assert "block-sparse products" in parts
+
+
+def test_fused_norms_are_norms():
+    x, branch = torch.randn(512, 512, requires_grad=True), torch.randn(512, 512, requires_grad=True)
+    first = step_breakdown(lambda: add_layer_norm(x, None)[1].sum().backward(), steps=5)
+    later = step_breakdown(lambda: add_layer_norm(x, branch)[1].sum().backward(), steps=5)
+    assert "norms" in first
+    assert "norms" in later
+    assert "norms" in step_breakdown(lambda: add_layer_norm(x, branch), steps=5)
 
 
 def test_steps_are_counted():

@@ -33,6 +33,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dense products", ("aten::convolution", "aten::_convolution", "aten::mv", "aten::dot")),
     ("activation", ("aten::gelu", "aten::silu", "aten::relu", "aten::threshold", "aten::clamp_min")),
     ("norms", ("aten::native_layer_norm", "aten::layer_norm", "aten::native_batch_norm", "aten::rms_norm")),
+    ("norms", ("sparsam::add_layer_norm", "sparsam::layer_norm", _OWN + "add_layer_norm", _OWN + "layer_norm")),
     ("norms", ("aten::_fused_rms_norm", "aten::native_group_norm")),
     ("embedding", ("aten::embedding", "aten::index_select", "aten::index_put", "aten::_index_put")),
     ("optimiser", ("aten::_fused_", "aten::_foreach_", "aten::linalg_vector_norm")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from sparsam.kernels.attention import self_attention
+from sparsam.kernels.norm import add_layer_norm
 from sparsam.sparse.layers import ActivatedLinear
 
 __all__ = ["GPT"]
@@ -61,9 +62,11 @@ class GPT(nn.Module):
                 f"expected at most {self.context} tokens in a sequence, got {length}. Build the model for a longer one."
             )
         x = self.tokens(tokens) + self.positions.weight[:length]
+        branch = None
         for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+            x, branch = block(x, branch)
+        _, normed = _add_norm(x, branch, self.norm)
+        return self.head(normed)  # type: ignore[no-any-return]
 
     def _initialise(self, layers: int) -> None:
         for name, parameter in self.named_parameters():
@@ -76,7 +79,10 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): (B, T, D) -> (B, T, D)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), all (B, T, D).
+
+    What a branch gives is added where the stream is next normalised, in one pass: in the next block, or after it.
+    """
 
     def __init__(self, width: int, heads: int, activation: str) -> None:
         super().__init__()
@@ -88,8 +94,14 @@ class Block(nn.Module):
         self.up = ActivatedLinear(width, 4 * width, activation=activation)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The stream and the branch not yet added to it (None: there is none) -> the same after this block."""
         batch, length, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        x = x + self.out(self_attention(qkv).reshape(batch, length, width))
-        return x + self.down(self.up(self.mlp_norm(x)))  # type: ignore[no-any-return]
+        x, normed = _add_norm(x, branch, self.attention_norm)
+        qkv = self.qkv(normed).view(batch, length, 3, self.heads, width // self.heads)
+        x, normed = _add_norm(x, self.out(self_attention(qkv).reshape(batch, length, width)), self.mlp_norm)
+        return x, self.down(self.up(normed))
+
+
+def _add_norm(x: Tensor, branch: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    return add_layer_norm(x, branch, norm.weight, norm.bias, norm.eps)
