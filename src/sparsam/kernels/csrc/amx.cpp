@@ -135,15 +135,15 @@ int32_t pack(const sparsam_layer* layer, int32_t dtype, void* packed, int32_t th
 
 // Tokens of a chunk of the weight gradient: its transposed side fits the level-2 cache, a paired strip the level-1 cache.
 int64_t gradient_chunk(const Outer& o, int64_t tokens) {
-  constexpr int64_t kLeftBytes = 1 << 20, kMost = 512;
+  constexpr int64_t kLeftBytes = 512 << 10, kMost = 256;
   const int64_t most = larger(32, smaller(kMost, kLeftBytes / (o.narrow_panels * 32) / 32 * 32));
   return round_up(divide_up(tokens, divide_up(tokens, most)), 32);
 }
 
-// The effective gradient as panels, for all tokens.
-Panels gradient_panels(const Direction& back, const Cut& cut, Cursor& cursor) {
+// The effective gradient as panels of `chunks` chunks.
+Panels gradient_panels(const Direction& back, const Cut& cut, int64_t chunks, Cursor& cursor) {
   Panels panels = panels_of(back.reach, back.panels, cut.tokens);
-  panels.data = cursor.take<char>(panels.chunk_bytes * cut.chunks);
+  panels.data = cursor.take<char>(panels.chunk_bytes * chunks);
   return panels;
 }
 
@@ -155,7 +155,9 @@ int32_t backward(const sparsam_layer* layer, int32_t dtype, int64_t tokens, cons
   const Bf16 *g = static_cast<const Bf16*>(grad), *z = static_cast<const Bf16*>(pre);
   const int64_t features = back.inputs, wide_features = round_up(back.panels * back.reach, 32);
   const Cut cut = cut_tokens(tokens, features, threads);
-  const bool in_panels = dx || dbias || activation != SPARSAM_NONE;
+  const bool packs = dx || dbias || activation != SPARSAM_NONE;
+  // Without an activation the weight gradient reads the gradient as it came, and a thread's panels stay in its cache.
+  const bool in_panels = activation != SPARSAM_NONE && dvalues, all_chunks = in_panels || cut.by_columns;
   // Either every thread has its own tokens and the sums are added at the end, or every thread has its own lines and the
   // narrow side is transposed once for each.
   const int64_t sum_bytes = o.tiles() * kTileBytes, narrow_bytes = tokens * o.narrow_panels * 32;
@@ -167,10 +169,10 @@ int32_t backward(const sparsam_layer* layer, int32_t dtype, int64_t tokens, cons
   Panels panels = {};
   float *column_sums = nullptr, *sums = nullptr;
   char *left = nullptr, *right = nullptr;
-  const int64_t left_panel = chunk * 32 + 64, left_bytes = left_panel * o.narrow_panels, right_bytes = chunk * o.strip * 2;
+  const int64_t left_panel = chunk * 32 + 64, left_bytes = left_panel * o.narrow_panels, right_bytes = chunk * kPairedFeatures * 2;
   if (!lay_out([&](Cursor& cursor) {
         if (dx) weights = take_weights(back, cursor);
-        if (in_panels) panels = gradient_panels(back, cut, cursor);
+        if (packs) panels = gradient_panels(back, cut, all_chunks ? cut.chunks : threads, cursor);
         if (dbias) column_sums = cursor.take<float>(wide_features * threads);
         if (keep_sums) sums = cursor.take<float>(o.tiles() * kTileFloats * (by_tokens ? threads : 1));
         if (dvalues) {
@@ -191,10 +193,10 @@ int32_t backward(const sparsam_layer* layer, int32_t dtype, int64_t tokens, cons
       pack_share(back, weights, id, count);
       wait_for_all(count);
     }
-    if (in_panels) {
+    if (packs) {
       for (int64_t c = cut.chunks * id / count; c < cut.chunks * (id + 1) / count; ++c) {
         const int64_t t0 = c * cut.tokens, rows = smaller(cut.tokens, tokens - t0);
-        char* chunk_data = panels.data + c * panels.chunk_bytes;
+        char* chunk_data = panels.data + (all_chunks ? c : id) * panels.chunk_bytes;
         pack_gradient(activation, panels, g + t0 * ldg, ldg, z ? z + t0 * features : nullptr, features, rows, round_up(rows, 64),
                       chunk_data, my_sums);
         if (dx && !cut.by_columns)
@@ -224,7 +226,7 @@ int32_t backward(const sparsam_layer* layer, int32_t dtype, int64_t tokens, cons
     my.sums = sums + (by_tokens ? id * o.tiles() * kTileFloats : 0);
     my.direct = direct;
     my.left = {left + id * left_bytes, left_panel};
-    my.right = right + id * right_bytes;
+    my.right = {right + id * right_bytes, o.strip, chunk * o.strip * 2};
     load_config(16, 32, false);
     weight_gradient(o, o.d.forward ? from_x : from_grad, o.d.forward ? from_grad : from_x, chunk, my, dvalues);
     _tile_release();
@@ -249,7 +251,7 @@ int32_t scores(const sparsam_layer* layer, int32_t dtype, int64_t tokens, const 
   Panels panels = {};
   char* scratch = nullptr;
   if (!lay_out([&](Cursor& cursor) {
-        if (in_panels) panels = gradient_panels(back, cut, cursor);
+        if (in_panels) panels = gradient_panels(back, cut, cut.chunks, cursor);
         scratch = cursor.take<char>(size.bytes() * threads);
       }))
     return SPARSAM_OUT_OF_MEMORY;
