@@ -97,6 +97,7 @@ def test_only_methods_that_read_gradients_ask_for_them():
     assert rigl().needs_gradient
     assert DropGrow(gradient, random, 1, constant(0.1)).needs_gradient
     assert not set_().needs_gradient
+    assert DropGrow(magnitude, needs_gradient(lambda view: gradient(view)), 1, constant(0.1)).needs_gradient
     assert not static().needs_gradient
     assert not static().due(100)
     assert static().update({}, 100) == {}

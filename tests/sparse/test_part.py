@@ -386,6 +386,6 @@ class TestRefused:
         method = sp.DropGrow(sp.magnitude, lambda view: sp.gradient(view), 1, constant(0.3))
         model, session = training(method)
         with pytest.raises(
-            ValueError, match=r"0: expected a dense gradient at step 1, got none.*needs_gradient = True"
+            ValueError, match=r"0: expected a dense gradient at step 1, got none.*needs_gradient"
         ):
             step(model, session, X, Y)

@@ -33,6 +33,22 @@ def test_both_storages_agree():
     )
 
 
+def test_padding_and_dead_slots_are_no_entries():
+    """3 x 8 in blocks of 2 x 3: the corner block holds one row of two, and two columns of three."""
+    model = nn.Sequential(nn.Linear(8, 3))
+    sparsify(model, Block(2, 3), 0.99, headroom=1.0)
+    model[0].rewire(torch.tensor([[True, False, False], [False, False, True]]))
+    (weight,) = sparse_weights(model).values()
+    active = weight.active.expand_as(weight.parameter)
+    whole, corner = (
+        int(((weight.layer.block_row == row) & (weight.layer.block_col == col)).nonzero())
+        for row, col in ((0, 0), (1, 2))
+    )
+    assert active[whole].all()
+    assert active[corner].tolist() == [[True, True, False], [False] * 3]
+    assert active.sum() == 8
+
+
 def test_a_rewire_is_an_event_that_says_what_moved():
     for _, weight in both():
         before = weight.topology.clone()

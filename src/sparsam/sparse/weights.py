@@ -145,7 +145,12 @@ class CompactWeight(SparseWeight):
 
     @property
     def active(self) -> torch.Tensor:
-        return (self.layer.block_row >= 0)[:, None, None]
+        # dead slots and padding are no weights
+        layer = self.layer
+        height = (layer.out_features - layer.block_row * layer.pattern.rows) * (layer.block_row >= 0)
+        width = layer.in_features - layer.block_col * layer.pattern.cols
+        down, across = (torch.arange(size, device=height.device) for size in (layer.pattern.rows, layer.pattern.cols))
+        return (down < height[:, None])[:, :, None] & (across < width[:, None])[:, None, :]
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:

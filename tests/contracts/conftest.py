@@ -1,0 +1,89 @@
+"""A small model, data and loop that every method and every optimiser is put through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import sparsam as sp
+from sparsam.sparse.weights import sparse_weights
+
+# odd sides: the blocks at the edges are padded
+SIDES = (13, 22, 9)
+STORAGES = {
+    "compact": (sp.Block(4, 4), "compact"),
+    "masked blocks": (sp.Block(4, 4), "masked"),
+    "masked weights": (sp.Unstructured(), "masked"),
+}
+
+
+class Job:
+    """Model, optimiser and session over a stream of batches that depends on the step alone."""
+
+    def __init__(self, method, storage, *, optimizer=None, density=0.3, accumulate=1, parts=(), **options):
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(*SIDES[:2]), nn.Tanh(), nn.Linear(*SIDES[1:]))
+        pattern, kind = STORAGES[storage]
+        self.table = sp.sparsify(self.model, pattern, density, storage=kind)
+        make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1))
+        self.optimizer = make(self.model.parameters())
+        self.session = sp.Session(
+            self.model, self.optimizer, [sp.SparseTraining(method), *parts], accumulate=accumulate, **options
+        )
+        self.batches = 0
+
+    def run(self, steps):
+        for _ in range(steps):
+            for _ in range(self.session.accumulate):
+                generator = torch.Generator().manual_seed(self.batches)
+                self.batches += 1
+                x = torch.randn(12, SIDES[0], generator=generator)
+                y = torch.randn(12, SIDES[2], generator=generator)
+                with self.session.forward():
+                    loss = (self.model(x) - y).square().mean()
+                self.session.backward(loss)
+            assert self.session.step()
+        return self
+
+    @property
+    def weights(self):
+        return sparse_weights(self.model)
+
+    def topologies(self):
+        return {name: weight.topology.clone() for name, weight in self.weights.items()}
+
+    def dense(self):
+        """All weights as the ordinary model would have them."""
+        return {name: module.weight.detach().clone() for name, module in self.model.named_children() if name != "1"}
+
+    def state(self):
+        return {
+            "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
+            "optimizer": self.optimizer.state_dict(),
+            "session": self.session.state_dict(),
+            "batches": self.batches,
+        }
+
+    def load(self, state):
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.session.load_state_dict(state["session"])
+        self.batches = state["batches"]
+        return self
+
+    def check_pattern(self):
+        """Exactly the units that were promised, and not one weight outside them."""
+        rows = {row.name: row for row in self.table.rows}
+        for name, weight in self.weights.items():
+            assert int(weight.topology.sum()) == rows[name].active_units
+            active = weight.pattern.expand(weight.topology, weight.dense_shape)
+            dense = weight.module.weight.detach()
+            assert dense.shape == weight.dense_shape
+            assert not dense[~active].any()
+            assert torch.isfinite(dense).all()
+
+
+@pytest.fixture
+def job():
+    return Job
