@@ -226,3 +226,11 @@ def save_in_a_window():
 def test_what_is_refused(act, message):
     with pytest.raises(ValueError, match=message):
         act()
+
+
+def test_a_resumed_session_goes_on_with_the_seed_it_began_with():
+    model = nn.Linear(2, 2)
+    first = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=7)
+    second = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    second.load_state_dict(first.state_dict())
+    assert second.seed == 7

@@ -6,11 +6,12 @@ from sparsam.schedules import constant, cosine, cubic, limit_rate, linear, stage
 from sparsam.select import select
 from sparsam.session import Part, Rewire, Session
 from sparsam.sparse.allocation import erdos_renyi, uniform
+from sparsam.sparse.average import MovingAverage
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
 from sparsam.sparse.methods import DropGrow, Method, rigl, set_, static
 from sparsam.sparse.part import SparseTraining
 from sparsam.sparse.patterns import Block, Pattern, Unstructured
-from sparsam.sparse.scores import gradient, magnitude, random
+from sparsam.sparse.scores import gradient, magnitude, needs_gradient, random
 from sparsam.sparse.sparsify import compact, densify, freeze, inspect, sparsify, unfreeze
 from sparsam.sparse.table import LayerRow, SparsityTable
 from sparsam.sparse.views import LayerView
@@ -25,6 +26,7 @@ __all__ = [
     "LayerView",
     "LearningRate",
     "Method",
+    "MovingAverage",
     "Part",
     "Pattern",
     "Precision",
@@ -47,6 +49,7 @@ __all__ = [
     "limit_rate",
     "linear",
     "magnitude",
+    "needs_gradient",
     "random",
     "rigl",
     "select",

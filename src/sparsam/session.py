@@ -228,7 +228,7 @@ class Session:
                 "Save after step(), or take step(last=True) first."
             )
         parts = [part.state_dict() for part in self.parts]
-        return {"version": 1, "applied_steps": self.applied_steps, "parts": parts}
+        return {"version": 1, "applied_steps": self.applied_steps, "seed": self.seed, "parts": parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what `state_dict` gave to a session with the same parts."""
@@ -241,6 +241,7 @@ class Session:
                 f"session state: expected {len(self.parts)} parts, got {len(state['parts'])}. Attach the same parts."
             )
         self.applied_steps = int(state["applied_steps"])
+        self.seed = int(state["seed"])  # the choices to come are those of the run that is resumed
         for part, part_state in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(part_state)
 

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from sparsam import DropGrow, constant, gradient, magnitude, random, rigl, set_, static
+from sparsam import DropGrow, constant, gradient, magnitude, needs_gradient, random, rigl, set_, static
 from sparsam.sparse.methods import drop_grow
 
 ZERO = torch.zeros(2, 3)

@@ -385,7 +385,5 @@ class TestRefused:
     def test_a_score_that_reads_gradients_without_saying_so(self):
         method = sp.DropGrow(sp.magnitude, lambda view: sp.gradient(view), 1, constant(0.3))
         model, session = training(method)
-        with pytest.raises(
-            ValueError, match=r"0: expected a dense gradient at step 1, got none.*needs_gradient"
-        ):
+        with pytest.raises(ValueError, match=r"0: expected a dense gradient at step 1, got none.*needs_gradient"):
             step(model, session, X, Y)

@@ -61,6 +61,7 @@ class Options:
         for what, value, allowed in (
             ("storage", self.storage, ("auto", "compact", "masked")),
             ("if_slow", self.if_slow, ("dense", "scatter", "compact")),
+            ("format", self.format, ("bf16", "fp32")),
         ):
             if value not in allowed:
                 raise ValueError(f"{what}: expected {', '.join(allowed)}, got {value!r}.")
@@ -176,8 +177,12 @@ def decide(model: nn.Module, pattern: Pattern, density: float, options: Options)
             candidate.reason = "asked for"
         else:
             candidate.reason = f"{pattern} is stored dense: no time saved"
-        if options.profile is not None and is_compact and isinstance(pattern, Block):
+        if is_compact and candidate.density == 1.0 and density < 1.0:
+            candidate.storage, candidate.reason = "dense", "density 1: nothing to leave out"
+        elif options.profile is not None and is_compact and isinstance(pattern, Block):
             _time(candidate, pattern, options.profile, options.tokens or 0, options.format, options.if_slow)
+        if candidate.storage == "compact" and candidate.density == 1.0 and density < 1.0:
+            candidate.storage, candidate.reason = "dense", "density 1: nothing to leave out"
         if candidate.storage != "dense":
             candidate.topology = _first_topology(candidate, pattern, options.seed)
     return candidates
@@ -249,10 +254,19 @@ def _obstacle(candidate: Candidate, pattern: Pattern, options: Options, is_model
         return f"tied with {', '.join(candidate.tied)}: masked storage only"
     if to_compact and len(candidate.owners) == 1 and type(candidate.module) not in (nn.Linear, ActivatedLinear):
         return f"{kinds} has a forward of its own: masked storage only"
+    if to_compact and _hooks(candidate.module):
+        return "has hooks, which a layer in its place would lose: remove them, or use storage='masked'"
     down, across = pattern.grid(candidate.shape)
     if down * across < 4:
         return f"fewer than 4 units of {pattern}"
     return ""
+
+
+def _hooks(module: nn.Module) -> bool:
+    return any(
+        getattr(module, kind)
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
 
 
 def _time(candidate: Candidate, pattern: Block, profile: LinearProfile, tokens: int, format: str, if_slow: str) -> None:

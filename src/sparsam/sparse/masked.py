@@ -35,6 +35,11 @@ class TopologyBuffer:
 
     @property
     def parameter(self) -> nn.Parameter:
+        if self.weight_name not in self.module._parameters:
+            raise ValueError(
+                f"{type(self.module).__name__}: expected the masked {self.weight_name} to be a parameter, but it was "
+                "reparametrised (weight_norm or spectral_norm) after sparsify. Remove that, or densify first."
+            )
         return self.module.get_parameter(self.weight_name)
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 from sparsam.schedules import Schedule, constant, cosine
 from sparsam.sparse.patterns import top_k
-from sparsam.sparse.scores import Score, gradient, magnitude, random
+from sparsam.sparse.scores import Score, gradient, magnitude, random, reads_gradient
 from sparsam.sparse.views import LayerView
 
 __all__ = ["DropGrow", "Method", "drop_grow", "rigl", "set_", "static"]
@@ -57,7 +57,7 @@ class DropGrow(Method):
             raise ValueError(f"every: expected at least 1 step between updates, got {every}.")
         self.drop, self.grow = drop, grow
         self.every, self.fraction, self.until = every, fraction, until
-        self.needs_gradient = grow is gradient or drop is gradient
+        self.needs_gradient = reads_gradient(grow) or reads_gradient(drop)
 
     def due(self, step: int) -> bool:
         return step > 0 and step % self.every == 0 and (self.until is None or step <= self.until)

@@ -10,7 +10,7 @@ from torch import nn
 __all__ = ["check_optimizer", "moments", "reset_moments", "swap_parameter"]
 
 # Their update of one weight reads its neighbours in the matrix, which compact storage and zeros both break.
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo", "AdamW8bit", "Adam8bit")
+_NOT_ELEMENTWISE = ("adafactor", "came", "galore", "lbfgs", "muon", "soap", "shampoo", "8bit", "4bit")
 # What sets the length of a step. Zero would make the first steps after a rewire several times too long (Adam, RMSprop,
 # Adagrad, Adamax) or next to nothing (Adadelta, Rprop).
 _SIZES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "step_size")
@@ -23,7 +23,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         ValueError: names the optimiser.
     """
     name = type(optimizer).__name__
-    if name in _NOT_ELEMENTWISE:
+    if any(part in name.lower() for part in _NOT_ELEMENTWISE):
         raise ValueError(
             f"{name}: expected an element-wise optimiser (SGD, the Adam family, Lion, RMSprop, Adagrad), got one whose "
             "update reads the shape of the matrix. Use AdamW, or train dense."

@@ -8,9 +8,20 @@ import torch
 
 from sparsam.sparse.views import LayerView
 
-__all__ = ["Score", "gradient", "magnitude", "random"]
+__all__ = ["Score", "gradient", "magnitude", "needs_gradient", "random", "reads_gradient"]
 
 Score = Callable[[LayerView], torch.Tensor]
+
+
+def needs_gradient(score: Score) -> Score:
+    """Declares that a score reads `view.growth`: decorate yours with it, and update steps will bring the gradient."""
+    score.needs_gradient = True  # type: ignore[attr-defined]
+    return score
+
+
+def reads_gradient(score: Score) -> bool:
+    """Whether a score declares that it reads `view.growth`."""
+    return bool(getattr(score, "needs_gradient", False))
 
 
 def magnitude(view: LayerView) -> torch.Tensor:
@@ -21,6 +32,7 @@ def magnitude(view: LayerView) -> torch.Tensor:
     return view.reduce(view.weight.float().abs())
 
 
+@needs_gradient
 def gradient(view: LayerView) -> torch.Tensor:
     """Mean |dense gradient| of each unit, active or not. The absolute value is taken after all sums.
 
@@ -32,7 +44,7 @@ def gradient(view: LayerView) -> torch.Tensor:
     if view.growth is None:
         raise ValueError(
             f"{view.name}: expected a dense gradient at step {view.step}, got none. "
-            "Run the forward inside session.forward(), and let the method say needs_gradient = True."
+            "Run the forward inside session.forward(), and decorate a score of your own with needs_gradient."
         )
     return view.growth
 

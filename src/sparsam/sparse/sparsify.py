@@ -94,7 +94,11 @@ def sparsify(
 def inspect(model: nn.Module, pattern: Pattern, density: float, **options: Any) -> SparsityTable:
     """The table that `sparsify` with the same arguments would return; the model stays as it is.
 
-    Layers that are sparse already are shown as they are.
+    Args:
+        model: any, not wrapped. Layers that are sparse already are shown as they are.
+        pattern: as in `sparsify`.
+        density: as in `sparsify`.
+        options: as in `sparsify`; those that change no decision (sparse_fan_in, headroom, optimizer) are accepted too.
     """
     defaults: dict[str, Any] = {
         "include": ("*",),
@@ -109,6 +113,8 @@ def inspect(model: nn.Module, pattern: Pattern, density: float, **options: Any) 
         "if_slow": "dense",
         "seed": 0,
     }
+    for undecisive in ("sparse_fan_in", "headroom", "optimizer"):
+        options.pop(undecisive, None)
     unknown = set(options) - set(defaults)
     if unknown:
         raise ValueError(f"inspect: expected options of {', '.join(defaults)}, got {', '.join(sorted(unknown))}.")

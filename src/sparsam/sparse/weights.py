@@ -208,6 +208,10 @@ class MaskedWeight(SparseWeight):
         return self.buffer.weight_name
 
     @property
+    def parameter(self) -> nn.Parameter:
+        return self.buffer.parameter
+
+    @property
     def pattern(self) -> Pattern:
         return self.buffer.pattern
 
