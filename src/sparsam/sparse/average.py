@@ -1,0 +1,72 @@
+"""An exponential moving average of a sparse model's weights that knows where they went."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sparsam.session import Part, Rewire, Session
+from sparsam.sparse.layers import SparseLinear
+
+__all__ = ["MovingAverage"]
+
+
+class MovingAverage(Part):
+    """Keeps a copy of the model whose weights follow the trained ones: average becomes
+    decay * average + (1 - decay) * weight.
+
+    A copy that only averages tensors (torch's AveragedModel) goes wrong in both storages: a compact slot holds another
+    block after a rewire, and a masked weight that was dropped fades instead of being zero. Here a rewire moves the
+    average's topology too, dropped units are exactly zero at once, and grown ones begin at the model's value.
+
+    Args:
+        decay: share of the average that a step keeps, in [0, 1).
+
+    Attributes:
+        model: the average, in eval mode and without gradients; evaluate it, or densify a copy of it.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"MovingAverage: expected a decay in [0, 1), got {decay}.")
+        self.decay = decay
+
+    def attach(self, session: Session) -> None:
+        self.session = session
+        self.model = copy.deepcopy(session.model).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def after_step(self, applied: bool) -> None:
+        if not applied:
+            return
+        trained = dict(self.session.model.named_parameters())
+        for name, average in self.model.named_parameters():
+            average.lerp_(trained[name].to(average.dtype), 1 - self.decay)
+        self._copy_buffers()
+
+    @torch.no_grad()
+    def after_rewire(self, event: Rewire) -> None:
+        names = [name for name, parameter in self.session.model.named_parameters() if parameter is event.parameter]
+        for name in names:
+            average = self.model.get_parameter(name)
+            average.copy_(torch.where(event.new_entries, event.parameter, average))
+        self._copy_buffers()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": self.decay, "model": self.model.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.decay = float(state["decay"])
+        self.model.load_state_dict(state["model"])
+
+    def _copy_buffers(self) -> None:
+        """Topologies, addresses and running statistics are the model's own."""
+        current = dict(self.session.model.named_buffers())
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(current[name])
+        for module in self.model.modules():
+            if isinstance(module, SparseLinear):
+                module.unfreeze()
