@@ -1,6 +1,6 @@
 # Needs Python 3.11 or newer, a C++ compiler (GCC) and make. Everything else goes into .venv.
 PYTHON ?= python3
-# On a machine without a GPU the small build: make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# What pip is given for torch; on a machine without a GPU its CPU build is enough.
 TORCH ?= torch==2.13.0
 
 VENV := .venv

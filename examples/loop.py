@@ -1,4 +1,4 @@
-"""Sparse training in a plain PyTorch loop: a small classifier, 90 % block-sparse, RigL, bf16, and an average of its weights.
+"""Sparse training in a plain PyTorch loop: a small classifier, 90 % block-sparse, RigL, bf16, averaged weights.
 
 python examples/loop.py
 """
