@@ -1,67 +1,115 @@
-"""The moving average follows topologies: what a plain average of tensors gets wrong."""
+"""The moving average of a sparse model: it follows the weights where they go, and what is pruned is zero in it."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 
 import sparsam as sp
+from sparsam.sparse.weights import sparse_weights
+
+STORAGES = [(sp.Block(4, 4), "compact"), (sp.Block(4, 4), "masked"), (sp.Unstructured(), "masked")]
+every_storage = pytest.mark.parametrize(("pattern", "storage"), STORAGES, ids=str)
 
 
-def trained(pattern: sp.Pattern, steps: int = 12) -> tuple[sp.Session, sp.MovingAverage]:
+def training(pattern, storage, method=None, decay=0.5, average_first=False):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    sp.sparsify(model, pattern, 0.25)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    average = sp.MovingAverage(0.9)
-    session = sp.Session(model, optimizer, [sp.SparseTraining(sp.rigl(every=3, fraction=0.5)), average])
-    for _ in range(steps):
-        x = torch.randn(16, 32)
+    model = nn.Sequential(nn.Linear(13, 22), nn.Tanh(), nn.Linear(22, 9))
+    sp.sparsify(model, pattern, 0.5, storage=storage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    average = sp.MovingAverage(decay)
+    parts = [sp.SparseTraining(method or sp.set_(every=2, fraction=0.5)), average]
+    return model, average, sp.Session(model, optimizer, parts[::-1] if average_first else parts, clip=1.0)
+
+
+def run(session, steps, scale=1.0):
+    for seed in range(steps):
+        x = torch.randn(8, 13, generator=torch.Generator().manual_seed(seed))
         with session.forward():
-            loss = (model(x) - x).square().mean()
+            loss = (session.model(x) - 1).square().mean() * scale
         session.backward(loss)
         session.step()
-    return session, average
 
 
-def dense(model: nn.Module) -> list[torch.Tensor]:
-    return [module.weight.detach() for module in model.modules() if hasattr(module, "in_features")]
+def dense(model):
+    return {
+        name: module.weight.detach().clone() for name, module in model.named_children() if hasattr(module, "weight")
+    }
 
 
-@pytest.mark.parametrize("pattern", [sp.Block(8, 8), sp.Unstructured()])
-def test_average_is_zero_wherever_the_model_is_dropped(pattern: sp.Pattern) -> None:
-    session, average = trained(pattern)
-    for ours, theirs in zip(dense(average.model), dense(session.model), strict=True):
-        assert (ours[theirs == 0] == 0).all()
-        assert (ours != 0).sum() > 0
+@every_storage
+def test_by_hand_without_rewires(pattern, storage):
+    model, average, session = training(pattern, storage, sp.static(), decay=0.75)
+    wanted = dense(model)
+    for _ in range(3):
+        run(session, 1)
+        wanted = {name: 0.75 * wanted[name] + 0.25 * weight for name, weight in dense(model).items()}
+    for name, weight in dense(average.model).items():
+        torch.testing.assert_close(weight, wanted[name])
+    assert not average.model.training
+    assert not any(parameter.requires_grad for parameter in average.model.parameters())
 
 
-@pytest.mark.parametrize("pattern", [sp.Block(8, 8), sp.Unstructured()])
-def test_average_of_a_unit_that_stayed_is_the_plain_average(pattern: sp.Pattern) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64))
-    sp.sparsify(model, pattern, 0.25)
-    average = sp.MovingAverage(0.5)
-    session = sp.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), [sp.SparseTraining(sp.static()), average])
-    expected = dense(model)[0].clone()
-    for _ in range(4):
-        session.backward(model(torch.randn(8, 32)).square().mean())
-        session.step()
-        expected = 0.5 * expected + 0.5 * dense(model)[0]
-    torch.testing.assert_close(dense(average.model)[0], expected)
+@every_storage
+@pytest.mark.parametrize("average_first", [False, True], ids=["after", "before"])
+def test_what_is_pruned_is_zero_in_the_average_too_and_kept_weights_are_averaged_as_themselves(
+    pattern, storage, average_first
+):
+    """A slot holds another block after a rewire; an average that does not know would mix the two."""
+    model, average, session = training(pattern, storage, average_first=average_first)
+    wanted = dense(model)
+    for _ in range(6):
+        before = {name: weight.topology.clone() for name, weight in sparse_weights(model).items()}
+        run(session, 1)
+        for name, weight in sparse_weights(model).items():
+            now = dense(model)[name]
+            active = weight.pattern.expand(weight.topology, weight.dense_shape)
+            stayed = weight.pattern.expand(weight.topology & before[name], weight.dense_shape)
+            wanted[name] = torch.where(stayed, (wanted[name] + now) / 2, now)
+            found = dense(average.model)[name]
+            assert torch.equal(sparse_weights(average.model)[name].topology, weight.topology)
+            assert not found[~active].any()
+            torch.testing.assert_close(found[stayed], wanted[name][stayed])
+            wanted[name] = found
 
 
-def test_state_goes_round() -> None:
-    session, average = trained(sp.Block(8, 8))
-    other = sp.MovingAverage(0.1)
-    sp.Session(session.model, session.optimizer, [other])
-    other.load_state_dict(average.state_dict())
-    assert other.decay == 0.9
-    for ours, theirs in zip(dense(other.model), dense(average.model), strict=True):
-        assert torch.equal(ours, theirs)
+def test_a_skipped_step_is_no_step():
+    _, average, session = training(*STORAGES[0])
+    before = dense(average.model)
+    run(session, 1, scale=float("nan"))
+    assert all(torch.equal(weight, before[name]) for name, weight in dense(average.model).items())
 
 
-def test_a_decay_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"MovingAverage: expected a decay in \[0, 1\), got 1.0\."):
-        sp.MovingAverage(1.0)
+@every_storage
+def test_it_resumes_bit_for_bit(pattern, storage, tmp_path):
+    model, average, session = training(pattern, storage)
+    run(session, 5)
+    torch.save([model.state_dict(), session.optimizer.state_dict(), session.state_dict()], tmp_path / "state.pt")
+    other, resumed_average, resumed = training(pattern, storage)
+    states = torch.load(tmp_path / "state.pt", weights_only=True)
+    for owner, state in zip((other, resumed.optimizer, resumed), states, strict=True):
+        owner.load_state_dict(state)
+    for one in (session, resumed):
+        run(one, 4)
+    for name, tensor in average.model.state_dict().items():
+        assert torch.equal(tensor, resumed_average.model.state_dict()[name])
+
+
+def test_it_can_be_densified_and_leaves_the_model_alone():
+    model, average, session = training(*STORAGES[0])
+    run(session, 4)
+    weights = dense(average.model)
+    twin = copy.deepcopy(average.model)
+    sp.densify(twin)
+    assert all(torch.equal(weight, weights[name]) for name, weight in dense(twin).items())
+    session.detach()
+    sp.densify(model)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+def test_a_decay_outside_its_range_is_refused(decay):
+    with pytest.raises(ValueError, match=r"MovingAverage: expected a decay in \[0, 1\), got"):
+        sp.MovingAverage(decay)

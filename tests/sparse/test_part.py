@@ -382,8 +382,13 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"0: expected a bool topology of \(4, 3\) from the method"):
             step(model, session, X, Y)
 
-    def test_a_score_that_reads_gradients_without_saying_so(self):
-        method = sp.DropGrow(sp.magnitude, lambda view: sp.gradient(view), 1, constant(0.3))
-        model, session = training(method)
+    def test_a_score_that_reads_gradients_says_so(self):
+        def score(view):
+            return sp.gradient(view) + 0.01 * sp.magnitude(view)
+
+        model, session = training(sp.DropGrow(sp.magnitude, sp.needs_gradient(score), 1, constant(0.3)))
+        step(model, session, X, Y)
+        del score.needs_gradient
+        model, session = training(sp.DropGrow(sp.magnitude, score, 1, constant(0.3)))
         with pytest.raises(ValueError, match=r"0: expected a dense gradient at step 1, got none.*needs_gradient"):
             step(model, session, X, Y)

@@ -181,8 +181,6 @@ def decide(model: nn.Module, pattern: Pattern, density: float, options: Options)
             candidate.storage, candidate.reason = "dense", "density 1: nothing to leave out"
         elif options.profile is not None and is_compact and isinstance(pattern, Block):
             _time(candidate, pattern, options.profile, options.tokens or 0, options.format, options.if_slow)
-        if candidate.storage == "compact" and candidate.density == 1.0 and density < 1.0:
-            candidate.storage, candidate.reason = "dense", "density 1: nothing to leave out"
         if candidate.storage != "dense":
             candidate.topology = _first_topology(candidate, pattern, options.seed)
     return candidates
