@@ -111,11 +111,9 @@ def test_another_seed_goes_another_way_and_the_same_seed_the_same(job, method, s
         assert not all(torch.equal(a, b) for a, b in pairs(ways[0], ways[2]))
 
 
-@every_method
+@pytest.mark.parametrize("method", ["set until", "rigl until"])
 @every_storage
 def test_nothing_changes_after_the_last_update(job, method, storage):
-    if "until" not in method:
-        pytest.skip("goes on for ever")
     made = job(METHODS[method](), storage).run(30)
     before = made.topologies()
     made.run(20)
