@@ -15,9 +15,9 @@ TINY = """
 version: 1
 model: {layers: 1, width: 32, heads: 1}
 sparsity:
-  pattern: {name: block, rows: 8, cols: 8}
+  pattern: {type: block, rows: 8, cols: 8}
   density: 0.25
-  method: {name: rigl, every: 2, until: 1.0}
+  method: {type: rigl, every: 2, until: 1.0}
   if_slow: compact
 training: {steps: 6, batch: 2, context: 16, evaluate_every: 3, evaluate_windows: 4, checkpoint_every: 3}
 twin: none
@@ -90,9 +90,9 @@ def metrics_of(folder):
 
 VARIANTS = {
     "rigl": [],
-    "set in fp32": ["sparsity.method.name=set", "training.precision=fp32"],
-    "static": ["sparsity.method={name: static}"],
-    "masked": ["sparsity.pattern={name: unstructured}"],
+    "set in fp32": ["sparsity.method.type=set", "precision=fp32"],
+    "static": ["sparsity.method={type: static}"],
+    "masked": ["sparsity.pattern={type: unstructured}"],
     "masked blocks": ["sparsity.storage=masked"],
     "accumulated": ["training.accumulate=3"],
     "scattered": ["sparsity.if_slow=scatter"],

@@ -92,14 +92,14 @@ class Training:
         profile = run.read("profile.json")  # a resumed run decides by the timings of its beginning
         if recipe.sparsity is not None:
             timings = measure.DeviceProfile() if profile is None else measure.DeviceProfile.from_json(profile)
-            self.table = recipe.sparsity.apply(model, timings, recipe.starts_trained, training)
+            self.table = recipe.sparsity.apply(model, timings, recipe)
             profile = timings.to_json()
             run.write("profile.json", profile)
             run.write("layers.json", self.table.to_json())
         self.model = model
         self.optimizer = recipe.optimizer.build(model)
         self.rewires = _RewireLog()
-        parts: list[Part] = [Precision(training.precision), self.rewires]
+        parts: list[Part] = [Precision(recipe.precision), self.rewires]
         factor = 1.0
         if recipe.sparsity is not None:
             parts.insert(0, SparseTraining(recipe.sparsity.method.build(training.steps)))
@@ -191,7 +191,7 @@ class Training:
         for name, size in kept.items():
             figures[f"{name.removesuffix('s')}_bytes"] = measure.measured(size, "B")
         figures["training_bytes"] = measure.measured(sum(kept.values()), "B")
-        if self.table is not None and self.recipe.training.precision == "bf16":
+        if self.table is not None and self.recipe.precision == "bf16":
             figures["packed_bytes"] = measure.modelled(_packed_bytes(self.model), "B")
         figures["peak_rss_bytes"] = measure.measured(measure.peak_rss_bytes(), "B")
         figures["parameters"] = measure.modelled(sum(p.numel() for p in self.model.parameters()), "")

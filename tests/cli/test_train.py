@@ -129,7 +129,7 @@ REFUSED = {
         "tiny.yaml: sparsity.densty: there is no such key; did you mean",
     ),
     "a glob that matches nothing": (["--set", "sparsity.exclude=[blocks.*.upp]"], "blocks.*.upp"),
-    "a precision this CPU has not": (["--set", "training.precision=fp16"], "the usable precisions are bf16 and fp32."),
+    "a precision that is not there": (["--set", "precision=fp16"], "the usable precisions are bf16 and fp32."),
     "missing data": (["--data", "nowhere"], "nowhere: expected a text file or a folder of them, found nothing there."),
     "binary data": (["--data", "noise"], "noise: expected text in UTF-8, got a binary file."),
     "an empty text": (["--data", "empty"], "empty: expected text, the file is empty."),
@@ -166,7 +166,7 @@ def test_incompatible_features_are_refused_before_data_loads(sparsam, recipe, mo
 
     monkeypatch.setattr(language, "read_corpus", refuse)
     result = sparsam(
-        "train", recipe, "--set", "sparsity.pattern={name: unstructured}", "--set", "sparsity.storage=compact"
+        "train", recipe, "--set", "sparsity.pattern={type: unstructured}", "--set", "sparsity.storage=compact"
     )
     assert result.status == 1
     assert "storage compact needs pattern block, got unstructured" in result.err

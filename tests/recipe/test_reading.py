@@ -17,13 +17,14 @@ REFUSED = {
         "r.yaml: sparsity.pattern.row: there is no such key; did you mean 'rows'?",
     ),
     "method": (
-        "sparsity: {method: {name: set, evry: 5}}",
+        "sparsity: {method: {type: set, evry: 5}}",
         "r.yaml: sparsity.method.evry: there is no such key; did you mean 'every'?",
     ),
     "model": ("model: {layer: 3}", "r.yaml: model.layer: there is no such key; did you mean 'layers'?"),
     "no near name": (
         "foo: 1",
-        "r.yaml: foo: there is no such key; known are version, model, data, sparsity, optimizer, training, twin.",
+        "r.yaml: foo: there is no such key; "
+        "known are version, model, data, sparsity, optimizer, precision, training, twin.",
     ),
     "too large": ("sparsity: {density: 2.0}", "r.yaml: sparsity.density: expected at most 1, got 2.0."),
     "zero": ("sparsity: {density: 0.0}", "r.yaml: sparsity.density: expected greater than 0, got 0.0."),
@@ -34,11 +35,11 @@ REFUSED = {
     ),
     "no section": ("model: 3", "r.yaml: model: expected a section with keys layers, width, heads, activation, got 3."),
     "choice": (
-        "training: {precision: b16}",
-        "r.yaml: training.precision: expected bf16 or fp32, got 'b16'; did you mean 'bf16'?",
+        "precision: b16",
+        "r.yaml: precision: expected bf16 or fp32, got 'b16'; did you mean 'bf16'?",
     ),
     "pattern": (
-        "sparsity: {pattern: {name: blok}}",
+        "sparsity: {pattern: {type: blok}}",
         "r.yaml: sparsity.pattern: expected block or unstructured, got 'blok'; did you mean 'block'?",
     ),
     "list": ("sparsity: {exclude: head}", "r.yaml: sparsity.exclude: expected a list, got 'head'."),
@@ -54,7 +55,7 @@ REFUSED = {
         "r.yaml: twin full needs sparsity, a dense run has no twin; set twin: none.",
     ),
     "compact single weights": (
-        "sparsity: {pattern: {name: unstructured}, storage: compact}",
+        "sparsity: {pattern: {type: unstructured}, storage: compact}",
         "r.yaml: sparsity: storage compact needs pattern block, got unstructured; use storage masked or pattern block.",
     ),
     "nothing to move": (
@@ -62,12 +63,12 @@ REFUSED = {
         "r.yaml: sparsity: method rigl has nothing to move at density 1; use method static or a lower density.",
     ),
     "fp8": (
-        "training: {precision: fp8}",
-        "r.yaml: training.precision: fp8 has no matrix unit on this CPU; the usable precisions are bf16 and fp32.",
+        "precision: fp8",
+        "r.yaml: precision: Sparsam does not train in fp8 yet; the usable precisions are bf16 and fp32.",
     ),
     "muon": (
-        "optimizer: {name: Muon}",
-        "r.yaml: optimizer.name: Muon reads the shape of the weights, which blocks do not keep; use adamw.",
+        "optimizer: {type: Muon}",
+        "r.yaml: optimizer.type: Muon reads the shape of the weights, which blocks do not keep; use adamw.",
     ),
 }
 
@@ -149,6 +150,23 @@ def test_a_setting_that_does_not_parse():
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "0.001", "1.0e-3", "+1e-3"])
 def test_numbers_as_people_write_them(text):
     assert parse_recipe(f"version: 1\noptimizer: {{lr: {text}}}").optimizer.lr == 0.001
+
+
+def test_an_optimizer_as_papers_write_it():
+    text = "version: 1\noptimizer: {type: AdamW, lr: 6e-5, weight_decay: 0.01, betas: [0.9, 0.999]}"
+    optimizer = parse_recipe(text).optimizer
+    assert (optimizer.type, optimizer.lr, optimizer.weight_decay, optimizer.betas) == (
+        "adamw",
+        6e-5,
+        0.01,
+        [0.9, 0.999],
+    )
+    assert parse_recipe("version: 1", ["optimizer.lr=6e-5"]).optimizer.lr == 6e-5
+
+
+def test_a_type_is_read_in_any_case():
+    sparsity = parse_recipe("version: 1\nsparsity: {pattern: {type: Block}, method: {type: RigL, every: 7}}").sparsity
+    assert (sparsity.pattern.type, sparsity.method.type, sparsity.method.every) == ("block", "rigl", 7)
 
 
 def test_files_that_cannot_be_read(tmp_path):

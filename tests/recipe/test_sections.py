@@ -13,13 +13,13 @@ def recipe(**sections) -> Recipe:
 
 
 def test_patterns_and_methods_are_built_one_to_one():
-    sparsity = recipe(sparsity={"pattern": {"rows": 16, "cols": 8}, "method": {"name": "set", "every": 3}}).sparsity
+    sparsity = recipe(sparsity={"pattern": {"rows": 16, "cols": 8}, "method": {"type": "set", "every": 3}}).sparsity
     assert sparsity.pattern.build() == Block(16, 8)
     method = sparsity.method.build(steps=40)
     assert (method.every, method.until, method.needs_gradient) == (3, 30, False)
     assert method.fraction(0) == pytest.approx(0.3)
     assert method.fraction(30) == 0.0
-    sparsity = recipe(sparsity={"pattern": {"name": "unstructured"}, "method": {"name": "static"}}).sparsity
+    sparsity = recipe(sparsity={"pattern": {"type": "unstructured"}, "method": {"type": "static"}}).sparsity
     assert sparsity.pattern.build() == Unstructured()
     assert not sparsity.method.build(10).due(5)
     assert recipe().sparsity.method.build(1000).needs_gradient

@@ -14,9 +14,9 @@ import pytest
 RECIPE = """version: 1
 model: {layers: 2, width: 512, heads: 8}
 sparsity:
-  pattern: {name: block, rows: 32, cols: 32}
+  pattern: {type: block, rows: 32, cols: 32}
   density: 0.1
-  method: {name: rigl, every: 50}
+  method: {type: rigl, every: 50}
 training: {steps: 600, batch: 16, context: 256}
 twin: %s
 """

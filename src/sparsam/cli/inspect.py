@@ -36,7 +36,7 @@ def inspect(
     if recipe.sparsity is None:
         raise ValueError(f"{model}: expected a recipe with a sparsity section, its model is dense. Set one with --set.")
     with screen.status("timing the layers, once for each shape"):
-        table = recipe.sparsity.inspect(recipe.build_model(), measure.DeviceProfile(), recipe.training)
+        table = recipe.sparsity.inspect(recipe.build_model(), measure.DeviceProfile(), recipe)
     screen.print(layer_table(table))
     screen.print(
         f"\n{100 * (1 - table.density):.3g} % of the sparse layers' weights would be gone, "

@@ -121,7 +121,7 @@ def _about(training: Training) -> Iterator[tuple[str, str]]:
         )
     yield (
         "machine",
-        f"{machine['cpu']} · {machine['threads']} threads · {machine['isa']} kernels · {recipe.training.precision}",
+        f"{machine['cpu']} · {machine['threads']} threads · {machine['isa']} kernels · {recipe.precision}",
     )
     yield "run", f"{training.run.folder}" + (f" · from step {training.step}" if training.step else "")
     if machine["warning"]:

@@ -128,7 +128,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return f"{where}: {_one_line(context['error'])}".removeprefix(": ")
     if kind in ("literal_error", "union_tag_invalid"):
         known = re.findall(r"'([^']+)'", context.get("expected") or context["expected_tags"])
-        value = given.get("name") if isinstance(given, dict) else given
+        value = given.get("type") if isinstance(given, dict) else given
         near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
         return f"{where}: expected {' or '.join(known)}, got {value!r}" + (
             f"; did you mean '{near[0]}'?" if near else ""
@@ -148,7 +148,7 @@ def _place(location: list[str]) -> tuple[list[str], list[str]]:
     path: list[str] = []
     for part in location:
         if part in TAGS:
-            models = [model for model in models if part in _names(model)] or models
+            models = [model for model in models if part in _types(model)] or models
             continue
         path.append(part)
         inner = [
@@ -167,8 +167,8 @@ def _models(annotation: Any) -> list[type[Any]]:
     return [model for part in get_args(annotation) for model in _models(part)]
 
 
-def _names(model: type[BaseModel]) -> tuple[Any, ...]:
-    field = model.model_fields.get("name")
+def _types(model: type[BaseModel]) -> tuple[Any, ...]:
+    field = model.model_fields.get("type")
     return get_args(field.annotation) if field is not None else ()
 
 

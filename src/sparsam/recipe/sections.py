@@ -52,6 +52,15 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class Typed(Strict):
+    """A section that says of which type it is, in upper or lower case as its name is usually written."""
+
+    @field_validator("type", mode="before", check_fields=False)
+    @classmethod
+    def _in_any_case(cls, given: object) -> object:
+        return _lower(given)
+
+
 class GPTModel(Strict):
     """The byte-level GPT of `sparsam.tasks.gpt`."""
 
@@ -81,10 +90,10 @@ class Data(Strict):
     validation_share: float = Field(0.05, gt=0, lt=0.5)
 
 
-class BlockPattern(Strict):
+class BlockPattern(Typed):
     """Whole blocks of weights live and die together."""
 
-    name: Literal["block"] = "block"
+    type: Literal["block"] = "block"
     rows: int = Field(32, ge=1, le=256)
     cols: int = Field(32, ge=1, le=256)
 
@@ -96,10 +105,10 @@ class BlockPattern(Strict):
         return Block(self.rows, self.cols)
 
 
-class UnstructuredPattern(Strict):
+class UnstructuredPattern(Typed):
     """Single weights live and die. Fewer FLOPs on paper, the same time."""
 
-    name: Literal["unstructured"] = "unstructured"
+    type: Literal["unstructured"] = "unstructured"
 
     @property
     def text(self) -> str:
@@ -109,10 +118,10 @@ class UnstructuredPattern(Strict):
         return Unstructured()
 
 
-class Static(Strict):
+class Static(Typed):
     """The first topology is kept."""
 
-    name: Literal["static"] = "static"
+    type: Literal["static"] = "static"
 
     def text(self, steps: int) -> str:
         return "the first topology stays"
@@ -121,40 +130,44 @@ class Static(Strict):
         return methods.static()
 
 
-class Rewiring(Strict):
+class Rewiring(Typed):
     """SET (grows at random) or RigL (grows where the dense gradient is large)."""
 
-    name: Literal["set", "rigl"] = "rigl"
+    type: Literal["set", "rigl"] = "rigl"
     every: int = Field(100, ge=1)
     fraction: float = Field(0.3, gt=0, le=1)
     until: float = Field(0.75, gt=0, le=1)
 
     def text(self, steps: int) -> str:
-        name = "RigL" if self.name == "rigl" else "SET"
+        name = "RigL" if self.type == "rigl" else "SET"
         return f"{name} every {self.every} steps until step {self._last(steps)}"
 
     def build(self, steps: int) -> Method:
         """The method for a training of so many steps; `until` is a share of them."""
-        make = methods.rigl if self.name == "rigl" else methods.set_
+        make = methods.rigl if self.type == "rigl" else methods.set_
         return make(self.every, self.fraction, self._last(steps))
 
     def _last(self, steps: int) -> int:
         return max(1, int(self.until * steps))
 
 
-def _named(default: str) -> Discriminator:
-    """Chooses between sections by their `name:`, or by the default where none is given."""
+def _typed(default: str) -> Discriminator:
+    """Chooses between sections by their `type:`, or by the default where none is given."""
     return Discriminator(
-        lambda value: value.get("name", default) if isinstance(value, dict) else getattr(value, "name", default)
+        lambda value: _lower(value.get("type", default)) if isinstance(value, dict) else getattr(value, "type", default)
     )
 
 
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
 AnyPattern = Annotated[
-    Annotated[BlockPattern, Tag("block")] | Annotated[UnstructuredPattern, Tag("unstructured")], _named("block")
+    Annotated[BlockPattern, Tag("block")] | Annotated[UnstructuredPattern, Tag("unstructured")], _typed("block")
 ]
 AnyMethod = Annotated[
     Annotated[Static, Tag("static")] | Annotated[Rewiring, Tag("set")] | Annotated[Rewiring, Tag("rigl")],
-    _named("rigl"),
+    _typed("rigl"),
 ]
 AnyModel = Annotated[
     Annotated[GPTModel, Tag("gpt")] | Annotated[str, Tag("folder")],
@@ -185,23 +198,22 @@ class Sparsity(Strict):
             )
         if self.density == 1 and isinstance(self.method, Rewiring):
             raise ValueError(
-                f"method {self.method.name} has nothing to move at density 1; use method static or a lower density"
+                f"method {self.method.type} has nothing to move at density 1; use method static or a lower density"
             )
         return self
 
-    def apply(
-        self, model: nn.Module, profile: DeviceProfile, trained: bool, training: TrainingSection
-    ) -> SparsityTable:
-        """Makes the model sparse; the table of what was done."""
-        fan_in = not trained if self.sparse_fan_in is None else self.sparse_fan_in
-        pattern, options = self.pattern.build(), self._options(profile, training)
+    def apply(self, model: nn.Module, profile: DeviceProfile, recipe: Recipe) -> SparsityTable:
+        """Makes the model sparse as this section of `recipe` says; the table of what was done."""
+        fan_in = not recipe.starts_trained if self.sparse_fan_in is None else self.sparse_fan_in
+        pattern, options = self.pattern.build(), self._options(profile, recipe)
         return sparsify(model, pattern, self.density, sparse_fan_in=fan_in, **options)
 
-    def inspect(self, model: nn.Module, profile: DeviceProfile, training: TrainingSection) -> SparsityTable:
+    def inspect(self, model: nn.Module, profile: DeviceProfile, recipe: Recipe) -> SparsityTable:
         """The table that `apply` would give; the model stays as it is."""
-        return inspect(model, self.pattern.build(), self.density, **self._options(profile, training))
+        return inspect(model, self.pattern.build(), self.density, **self._options(profile, recipe))
 
-    def _options(self, profile: DeviceProfile, training: TrainingSection) -> dict[str, Any]:
+    def _options(self, profile: DeviceProfile, recipe: Recipe) -> dict[str, Any]:
+        training = recipe.training
         return {
             "include": self.include,
             "exclude": self.exclude,
@@ -209,16 +221,16 @@ class Sparsity(Strict):
             "storage": self.storage,
             "profile": profile,
             "tokens": training.batch * training.context,
-            "format": training.precision,
+            "format": recipe.precision,
             "if_slow": self.if_slow,
             "seed": training.seed,
         }
 
 
-class AdamW(Strict):
+class AdamW(Typed):
     """AdamW with linear warm-up and cosine decay. `warm_up` and `final_lr` are shares: of the steps and of `lr`."""
 
-    name: Literal["adamw"] = "adamw"
+    type: Literal["adamw"] = "adamw"
     lr: float = Field(1e-3, gt=0)
     final_lr: float = Field(0.1, ge=0, le=1)
     warm_up: float = Field(0.1, ge=0, lt=1)
@@ -226,12 +238,12 @@ class AdamW(Strict):
     weight_decay: float = Field(0.1, ge=0)
     clip: float | None = Field(1.0, gt=0)
 
-    @field_validator("name", mode="before")
+    @field_validator("type", mode="before")
     @classmethod
-    def _not_shape_reading(cls, name: object) -> object:
-        if isinstance(name, str) and name.lower().replace("-", "") in _SHAPE_READING:
-            raise ValueError(f"{name} reads the shape of the weights, which blocks do not keep; use adamw")
-        return name
+    def _not_shape_reading(cls, given: object) -> object:
+        if isinstance(given, str) and given.lower().replace("-", "") in _SHAPE_READING:
+            raise ValueError(f"{given} reads the shape of the weights, which blocks do not keep; use adamw")
+        return given
 
     @field_validator("betas")
     @classmethod
@@ -265,19 +277,11 @@ class TrainingSection(Strict):
     accumulate: int = Field(1, ge=1)
     context: int = Field(256, ge=1)
     seed: int = Field(0, ge=0, lt=2**31)
-    precision: Literal["bf16", "fp32"] = "bf16"
     threads: int | None = Field(None, ge=1)
     compile: bool = False
     evaluate_every: int = Field(50, ge=1)
     evaluate_windows: int = Field(64, ge=1)
     checkpoint_every: int = Field(200, ge=1)
-
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _usable_precision(cls, precision: object) -> object:
-        if precision in ("fp16", "fp8"):
-            raise ValueError(f"{precision} has no matrix unit on this CPU; the usable precisions are bf16 and fp32")
-        return precision
 
 
 class Recipe(Strict):
@@ -288,8 +292,16 @@ class Recipe(Strict):
     data: Data = Data()
     sparsity: Sparsity | None = Sparsity()
     optimizer: AdamW = AdamW()
+    precision: Literal["bf16", "fp32"] = "bf16"
     training: TrainingSection = TrainingSection()
     twin: Literal["none", "sampled", "full"] = "full"
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _trains_in(cls, precision: object) -> object:
+        if precision in ("fp16", "fp8"):
+            raise ValueError(f"Sparsam does not train in {precision} yet; the usable precisions are bf16 and fp32")
+        return precision
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:

@@ -93,7 +93,7 @@ def _chips(run: RunData) -> list[str]:
         chips.append(f"{100 * share:.3g} % sparse")
     section = run.recipe.get("sparsity")
     method = section.get("method") if isinstance(section, dict) else None
-    name = method.get("name") if isinstance(method, dict) else method
+    name = method.get("type") if isinstance(method, dict) else method
     if name:
         chips.append(f"method {name}")
     chips.append(f"{run.sparse.steps:,} steps")
