@@ -17,6 +17,7 @@ from sparsam.kernels.index import BlockIndex
 __all__ = ["backend", "block_linear", "pack", "packed_block_linear"]
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _INDEX = "Tensor block_row, Tensor block_col, Tensor row_start, Tensor row_slots, Tensor col_start, Tensor col_slots"
 
 
@@ -60,7 +61,8 @@ def block_linear(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     _check(x, values, index, out_features, bias, activation, probe)
     keep_pre = activation != "none" and torch.is_grad_enabled()
-    y, _ = torch.ops.sparsam.block_linear(x, values, bias, probe, *index, out_features, activation, keep_pre)
+    call = _Eager.apply if _is_plain(x, values) else torch.ops.sparsam.block_linear
+    y, _ = call(x, values, bias, probe, *index, out_features, activation, keep_pre)
     return y  # type: ignore[no-any-return]
 
 
@@ -334,6 +336,35 @@ def _gradients(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple[torch.Tenso
         dbias.to(ctx.bias_dtype) if need_dbias and dbias is not None else None,
         dprobe,
         *(None,) * 9,
+    )
+
+
+class _Eager(torch.autograd.Function):
+    """The same operator and gradients for plain eager tensors: `register_autograd` alone takes 0.2 ms a step."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = torch.ops.sparsam.block_linear(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _gradients(ctx, *grads)
+
+
+def _is_plain(x: torch.Tensor, values: torch.Tensor) -> bool:
+    """True when nothing traces, transforms or wraps these tensors, and a gradient will be asked for."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return (
+        type(x) in _PLAIN
+        and type(values) in _PLAIN
+        and x.device.type == "cpu"
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
     )
 
 
