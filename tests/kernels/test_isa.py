@@ -47,6 +47,7 @@ CASES = [
 CASES += [((32, 32), (96, 128), 33, 0.4, *dtypes, name) for dtypes in DTYPES for name in cpu.ACTIVATIONS]
 CASES += [((16, 16), (40, 70), 33, 0.4, *dtypes, "gelu") for dtypes in DTYPES[2:]]
 CASES += [((32, 32), (64, 96), 4300, 0.3, *dtypes, "none") for dtypes in DTYPES[:2]]  # more rows than one pass takes
+CASES += [((32, 32), (512, 544), 4300, 0.1, FP32, FP32, "gelu")]  # results larger than the caches
 
 
 @pytest.fixture(params=cpu.available_isas())
@@ -145,6 +146,28 @@ def test_packed_weights_give_the_same_forward(isa, block, dtype, values_dtype):
         found, plain = problem.run(packed), problem.run()
         assert_close(found["y"], problem.expected(plain["pre"])["y"], 5e-6 if dtype == FP32 else 1e-2, "y")
         assert_close(found["y"], plain["y"].double(), 2e-6 if dtype == FP32 else 1e-2, "packed against plain")
+
+
+# several panels of scores, several chunks of tokens in the gradients, forwards that take their rows in turns
+LARGE = [
+    ((32, 32), (700, 700), 1100, 0.3, BF16, FP32, "gelu"),
+    ((64, 64), (1500, 400), 1100, 0.3, BF16, BF16, "none"),
+    ((16, 16), (300, 1300), 700, 0.2, BF16, FP32, "relu2"),
+    ((64, 32), (400, 600), 2300, 0.5, BF16, FP32, "none"),
+    ((32, 32), (700, 700), 1100, 0.3, FP32, FP32, "silu"),
+    ((10, 10), (700, 300), 1100, 0.2, BF16, FP32, "gelu_tanh"),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("case", LARGE, ids=name_of)
+def test_shapes_that_take_more_than_one_pass(isa, case, threads):
+    problem = Problem(*case)
+    torch.set_num_threads(threads)
+    found = problem.run()
+    for what, tensor in problem.expected(found["pre"]).items():
+        rounded = BF16 in (problem.dtype, found[what].dtype)
+        assert_close(found[what], tensor, 1e-2 if rounded else 1e-5, what)
 
 
 def test_a_dead_slot_gets_a_zero_gradient(isa):
