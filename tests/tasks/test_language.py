@@ -186,3 +186,16 @@ def test_the_loss_of_knowing_nothing():
     loss = language.loss_of(Uniform(), Batches(torch.arange(100), 2, 8).next())
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(math.log(256))
+
+
+def test_a_single_file_is_cut_between_characters(tmp_path):
+    text = "学而时习之，不亦说乎。有朋自远方来，不亦乐乎。" * 20
+
+    def characters(part):
+        return np.array([ord(character) for character in part.decode()], dtype=np.int64)
+
+    for extra in range(3):
+        write(tmp_path, a_txt="a" * extra + text)
+        corpus = read_corpus(tmp_path / "a.txt", 0.1, characters)
+        both = torch.cat([corpus.train[:-1], corpus.validation[:-1]])
+        assert "".join(map(chr, both.tolist())) == "a" * extra + text

@@ -118,6 +118,8 @@ def read_corpus(
     if not validation:
         [(only, text)] = train.items()
         cut = len(text) - int(len(text) * validation_share)
+        while 0 < cut < len(text) and text[cut] & 0xC0 == 0x80:
+            cut -= 1  # a byte within a character: each side must be text by itself
         train, validation = {only: text[:cut]}, {only: text[cut:]}
     streams = [_stream(part, tokenise, separator) for part in (train, validation)]
     digest = hashlib.sha256()
