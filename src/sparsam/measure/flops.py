@@ -39,6 +39,11 @@ class StepFlops:
     on_paper: float
     layers: dict[str, tuple[float, float, float]] = field(default_factory=dict)
 
+    def times(self, count: int) -> StepFlops:
+        """Of so many micro-batches."""
+        layers = {name: (count * d, count * c, count * p) for name, (d, c, p) in self.layers.items()}
+        return StepFlops(count * self.dense, count * self.computed, count * self.on_paper, layers)
+
 
 def linear(tokens: int, in_features: int, out_features: int, density: float = 1.0) -> float:
     """Operations of one product ``x W^T``: 2 T K N times the share of weights that exist."""
