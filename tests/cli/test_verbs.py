@@ -42,7 +42,7 @@ def test_report_of_a_run(sparsam, recipe):
 def test_inspect_a_recipe_and_a_run(sparsam, recipe):
     result = sparsam("inspect", recipe)
     assert result.status == 0
-    for part in ("blocks.0.up", "128 × 32", "compact", "75.0 %", "embedding", "output head", "of the sparse layers"):
+    for part in ("blocks.0.up", "128 x 32", "compact", "75.0 %", "embedding", "output head", "of the sparse layers"):
         assert part in result.out, part
     sparsam("train", recipe, "--out", "run", "--steps", 1)
     assert sparsam("inspect", "run").out == result.out

@@ -98,7 +98,7 @@ def _records(steps: int, step_ms: float, final: float, rewire: bool, every: int 
             )
             if rewire and 0 < step < 450:
                 grown = int(90 * (1 + math.cos(math.pi * step / 450)))
-                lines.append({"step": step, "kind": "rewire", "layers": 8, "grown": grown})
+                lines.append({"step": step, "kind": "rewire", "layers": 8, "grown": grown, "active": 600})
     return lines
 
 

@@ -190,3 +190,10 @@ def test_the_sentence_of_a_full_run(run_folder):
 
 def test_people_are_shown_sparsity(run_folder):
     assert sparsity(load(run_folder())) == pytest.approx(0.9)
+
+
+def test_what_a_side_says_of_its_figures_is_a_note(run_folder):
+    folder = run_folder()
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "notes": ["the peak is another"]}))
+    assert "This run: the peak is another." in notes(load(folder))

@@ -100,6 +100,19 @@ def test_plots_follow_what_was_recorded(run_folder):
     assert [trace.name for trace in all_figures(run)["loss_by_time"].data] == ["sparse", "dense twin"]
 
 
+def test_the_line_to_cross_is_the_smoothed_loss_that_the_time_is_of(run_folder):
+    run = load(run_folder())
+    lines = [shape.y0 for shape in all_figures(run)["loss_by_time"].layout.shapes if shape.y0 == shape.y1]
+    assert lines == [pytest.approx(sum(r["loss"] for r in run.dense.evaluations[-3:]) / 3)]
+
+
+def test_rewires_are_shown_as_a_share(run_folder):
+    run = load(run_folder())
+    plot = all_figures(run)["rewires"]
+    assert plot.layout.yaxis.title.text == "moved, % of active"
+    assert plot.data[0].y[0] == pytest.approx(100 * run.sparse.rewires[0]["grown"] / 600)
+
+
 def test_a_sampled_twin_has_no_loss_curve(tmp_path, run_folder):
     figures = all_figures(load(run_folder(twin="sampled")))
     assert [trace.name for trace in figures["loss_by_time"].data] == ["sparse"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 import time
@@ -19,7 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sparsam.sparse.table import LayerRow, SparsityTable
+from sparsam.report.tables import LAYER_HEAD, grouped_layer_rows
+from sparsam.sparse.table import SparsityTable
 from sparsam.train import Progress
 
 __all__ = ["Bars", "Stopped", "console", "fail", "facts", "layer_table", "plain_table"]
@@ -68,26 +68,7 @@ def plain_table(head: Iterable[str], rows: Iterable[Iterable[str]], right: Itera
 
 def layer_table(sparsity: SparsityTable) -> Table:
     """What was done with each layer and why; layers that differ only in their number share a line."""
-    groups: dict[tuple[object, ...], list[LayerRow]] = {}
-    for row in sparsity.rows:
-        name = re.sub(r"\d+", "*", row.name)
-        groups.setdefault((name, row.shape, row.storage, row.reason, row.density), []).append(row)
-    rows = []
-    for key, members in groups.items():
-        first = members[0]
-        rows.append(
-            (
-                f"{key[0]}  ×{len(members)}" if len(members) > 1 else first.name,
-                " × ".join(map(str, first.shape)),
-                first.storage,
-                f"{100 * (1 - first.density):.1f} %" if first.units else "",
-                "" if first.compact_ms is None else f"{first.compact_ms:.2f}",
-                "" if first.dense_ms is None else f"{first.dense_ms:.2f}",
-                first.reason,
-            )
-        )
-    head = ("layer", "weight", "storage", "sparsity", "sparse ms", "dense ms", "why")
-    return plain_table(head, rows, right=("sparsity", "sparse ms", "dense ms"))
+    return plain_table(LAYER_HEAD, grouped_layer_rows(sparsity.rows), right=LAYER_HEAD[3:-1])
 
 
 class Bars:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from sparsam.measure.figure import Figure, measured
 from sparsam.report.load import RunData, Side
 
-__all__ = ["Comparison", "compare", "figure_of", "notes", "sparsity", "time_to_twin"]
+__all__ = ["Comparison", "compare", "figure_of", "notes", "smoothed_losses", "sparsity", "time_to_twin"]
 
 Better = Literal["higher", "lower"]
 
@@ -59,7 +59,7 @@ _ROWS: tuple[tuple[str, str, Better], ...] = (
     ("bits_per_byte", "Validation bits per byte", "lower"),
     ("tokens_per_second", "Training speed, median step", "higher"),
     ("step_ms", "Time of one step, median", "lower"),
-    ("train_seconds", "Training time, all steps", "lower"),
+    ("train_seconds", "Training time, all steps but a profiled one", "lower"),
     ("time_to_twin", "Time to the dense twin's final loss", "lower"),
     ("flops_per_step", "Operations of one step", "lower"),
     ("flops_per_step_on_paper", "Operations on paper, if zeros were skipped", "lower"),
@@ -67,7 +67,7 @@ _ROWS: tuple[tuple[str, str, Better], ...] = (
     ("parameter_bytes", "of which parameters", "lower"),
     ("gradient_bytes", "of which gradients", "lower"),
     ("optimizer_bytes", "of which optimiser", "lower"),
-    ("packed_bytes", "Packed copies of weights, beside these", "lower"),
+    ("packed_bytes", "Scratch memory that the kernels hold, beside these", "lower"),
     ("peak_rss_bytes", "Peak memory of the process", "lower"),
 )
 
@@ -112,6 +112,8 @@ def notes(run: RunData) -> list[str]:
             f"The dense twin has reached step {run.dense.steps} of {run.sparse.steps}:"
             " quality and time are compared where both have been."
         )
+    sides = [("This run", run.sparse)] + ([] if run.dense is None else [("Dense twin", run.dense)])
+    lines += [f"{name}: {note}." for name, side in sides for note in side.notes]
     warning = run.environment.get("warning")
     if warning:
         lines.append(str(warning))
@@ -182,7 +184,7 @@ def time_to_twin(run: RunData) -> tuple[Figure, Figure] | None:
     """
     if run.dense is None or run.twin != "full" or not (run.sparse.finished and run.dense.finished):
         return None
-    ours, theirs = _curve(run.sparse), _curve(run.dense)
+    ours, theirs = smoothed_losses(run.sparse), smoothed_losses(run.dense)
     if len(ours) < _SMOOTHED_EVALUATIONS or len(theirs) < _SMOOTHED_EVALUATIONS:
         return None
     end, target = theirs[-1]
@@ -196,7 +198,7 @@ def time_to_twin(run: RunData) -> tuple[Figure, Figure] | None:
     return measured(reached, "s"), measured(end, "s")
 
 
-def _curve(side: Side) -> list[tuple[float, float]]:
+def smoothed_losses(side: Side) -> list[tuple[float, float]]:
     """(seconds, validation loss smoothed over the last three evaluations)."""
     points = [(r["seconds"], r["loss"]) for r in side.evaluations if "seconds" in r]
     smooth = []
@@ -228,7 +230,7 @@ def _differs_on_paper(run: RunData) -> bool:
 
 
 def _why_not(run: RunData, name: str) -> str:
-    if name in _QUALITY:
+    if name in _QUALITY or name == "packed_bytes":
         return "shown side by side"
     if not any(layer.storage == "compact" for layer in run.layers):
         return "masked storage: no gain claimed" if any(layer.sparse for layer in run.layers) else "no sparse layer"

@@ -13,7 +13,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from sparsam.measure.figure import Figure
-from sparsam.report.claims import time_to_twin
+from sparsam.report.claims import smoothed_losses, time_to_twin
 from sparsam.report.load import RunData, Side
 
 __all__ = [
@@ -76,7 +76,7 @@ def loss_by_time(run: RunData) -> go.Figure | None:
         figure.add_trace(_line(x, y, name, colour, dash, mode="lines+markers"))
     reached = time_to_twin(run) if any(layer.storage == "compact" for layer in run.layers) else None
     if reached is not None and run.dense is not None:
-        target, share = run.dense.evaluations[-1]["loss"], reached[0].value / reached[1].value
+        target, share = smoothed_losses(run.dense)[-1][1], reached[0].value / reached[1].value
         figure.add_hline(y=target, line={"color": DENSE, "width": 1, "dash": "dot"})
         figure.add_vline(x=reached[0].value / scale, line={"color": SPARSE, "width": 1, "dash": "dot"})
         figure.add_annotation(

@@ -51,6 +51,7 @@ class Side:
         figures: name -> figure of summary.json.
         phases, breakdown: part of a step -> time; empty when it was not recorded.
         finished: whether the training wrote its summary.
+        notes: what it said of its own figures.
     """
 
     train: list[dict[str, Any]]
@@ -60,6 +61,7 @@ class Side:
     phases: dict[str, Figure]
     breakdown: dict[str, Figure]
     finished: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -138,6 +140,7 @@ def _side(folder: Path) -> Side:
         phases=_figures(summary_path, summary.get("phases", {})),
         breakdown=_figures(summary_path, breakdown),
         finished=summary_path.is_file(),
+        notes=tuple(map(str, summary.get("notes", ()))),
     )
 
 

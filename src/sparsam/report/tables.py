@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from sparsam.measure.figure import Figure
 from sparsam.report.claims import Comparison
 from sparsam.report.load import Layer, RunData
+from sparsam.sparse.table import LayerRow
 
 __all__ = ["COMPARISON_HEAD", "LAYER_HEAD", "comparison_rows", "grouped_layer_rows", "layer_rows", "part_rows"]
 
@@ -29,14 +30,14 @@ def comparison_rows(comparisons: list[Comparison]) -> list[tuple[str, ...]]:
     ]
 
 
-def layer_rows(layers: list[Layer]) -> list[tuple[str, ...]]:
+def layer_rows(layers: Iterable[Layer | LayerRow]) -> list[tuple[str, ...]]:
     """One line per weight matrix. Times are of its product alone; a dash where it was not timed."""
     return [
         (
             layer.name,
             " x ".join(str(size) for size in layer.shape),
             layer.storage,
-            f"{100 * (1 - layer.density):.1f} %" if layer.sparse else "0 %",
+            f"{100 * (1 - layer.density):.1f} %" if layer.storage != "dense" else "0 %",
             _ms(layer.compact_ms),
             _ms(layer.dense_ms),
             _layer_ratio(layer),
@@ -46,7 +47,7 @@ def layer_rows(layers: list[Layer]) -> list[tuple[str, ...]]:
     ]
 
 
-def grouped_layer_rows(layers: list[Layer]) -> list[tuple[str, ...]]:
+def grouped_layer_rows(layers: Iterable[Layer | LayerRow]) -> list[tuple[str, ...]]:
     """`layer_rows` with layers that differ only in the numbers of their names in one line: ``blocks.*.mlp.up (6)``."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in layer_rows(layers):
@@ -73,7 +74,7 @@ def _share(parts: Mapping[str, Figure], name: str) -> str:
     return f"{parts[name].text}, {100 * parts[name].value / total:.0f} %"
 
 
-def _layer_ratio(layer: Layer) -> str:
+def _layer_ratio(layer: Layer | LayerRow) -> str:
     # Masked layers have no product of their own to time; their zeros are multiplied.
     if layer.storage == "masked" or layer.compact_ms is None or layer.dense_ms is None or layer.compact_ms <= 0:
         return "–"
