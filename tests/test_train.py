@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from sparsam import checkpoint
+from sparsam import checkpoint, measure
 from sparsam.recipe import Recipe, parse_recipe
 from sparsam.run import Run, RunError
 from sparsam.train import Interrupted, Training, train
@@ -83,7 +83,7 @@ def assert_equal(a, b, path="state"):
 
 
 def metrics_of(folder):
-    clocks = ("step_ms", "tokens_per_second", "seconds")
+    clocks = ("step_ms", "tokens_per_second", "seconds", "profiled_ms")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in clocks} for line in lines]
 
@@ -172,7 +172,85 @@ def test_one_step_in_the_middle_is_taken_apart(text, tmp_path):
         steps = [record["step"] for record in run.records() if record["kind"] == "train"]
     assert "block-sparse products" in parts
     assert all(part["unit"] == "ms" for part in parts.values())
-    assert steps == [1, 2, 3, 4, 5, 7, 8, 9, 10]
+    assert steps == list(range(1, 11))
+
+
+def test_the_profiled_step_keeps_its_time_apart(text, tmp_path):
+    recipe = recipe_of(text, "training.steps=10", "sparsity.method.every=6")
+    with Run.create(tmp_path / "run", recipe.yaml()) as run:
+        training = Training(recipe, run, fail)
+        train(training, quiet, never)
+        records = list(run.records())
+        phases = {name: len(times) for name, times in training._phases.items()}
+    [profiled] = [record for record in records if record.get("profiled")]
+    assert profiled["step"] == 6
+    assert profiled["profiled_ms"] > 0
+    assert not {"step_ms", "tokens_per_second"} & profiled.keys()
+    times = [record["step_ms"] for record in records if record["kind"] == "train" and "step_ms" in record]
+    assert training.seconds == pytest.approx(sum(times) / 1e3)
+    assert set(phases.values()) == {9}
+    [rewire] = [record for record in records if record["kind"] == "rewire"]
+    assert rewire["step"] == 6
+    assert 0 < rewire["grown"] <= rewire["active"]
+
+
+def test_a_finished_run_keeps_its_summary(text, tmp_path):
+    recipe = recipe_of(text)
+    with Run.create(tmp_path / "run", recipe.yaml()) as run:
+        train(Training(recipe, run, fail), quiet, never)
+        summary = run.read("summary.json")
+    with Run.open(tmp_path / "run") as run:
+        train(Training(recipe, run, fail), quiet, never)
+        assert run.read("summary.json") == summary
+        (run.folder / "summary.json").unlink()
+        train(Training(recipe, run, fail), quiet, never)
+        assert run.read("summary.json").keys() == summary.keys()
+
+
+def test_a_damaged_summary_is_one_line(text, tmp_path):
+    recipe = recipe_of(text)
+    with Run.create(tmp_path / "run", recipe.yaml()) as run:
+        train(Training(recipe, run, fail), quiet, never)
+        (run.folder / "summary.json").write_text("{")
+        with pytest.raises(
+            RunError, match=r"summary\.json: expected JSON, the file is damaged\. Remove it, then go on"
+        ):
+            train(Training(recipe, run, fail), quiet, never)
+
+
+def test_the_peak_is_the_largest_of_all_resumes(text, tmp_path, monkeypatch):
+    recipe = recipe_of(text)
+    monkeypatch.setattr("sparsam.measure.peak_rss_bytes", lambda: 3000)
+    run_to(recipe, tmp_path / "run", 3)
+    monkeypatch.setattr("sparsam.measure.peak_rss_bytes", lambda: 2000)
+    with Run.open(tmp_path / "run") as run:
+        train(Training(recipe, run, fail), quiet, never)
+        assert run.read("summary.json")["figures"]["peak_rss_bytes"]["value"] == 3000
+        assert run.read("summary.json")["notes"] == []
+
+
+def test_a_peak_that_cannot_be_reset_says_so(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("sparsam.measure.reset_peak_rss", lambda: False)
+    recipe = recipe_of(text)
+    run_to(recipe, tmp_path / "run", 3)
+    monkeypatch.undo()
+    with Run.open(tmp_path / "run") as run:
+        train(Training(recipe, run, fail), quiet, never)
+        [note] = run.read("summary.json")["notes"]
+    assert note.startswith("the peak of memory counts from the start of the process")
+
+
+def test_operations_are_counted_on_the_path_that_trained(text, tmp_path):
+    flops = {}
+    for precision in ("bf16", "fp32"):
+        recipe = recipe_of(text, f"precision={precision}", "training.context=64", "training.accumulate=2")
+        with Run.create(tmp_path / precision, recipe.yaml()) as run:
+            training = Training(recipe, run, fail)
+            train(training, quiet, never)
+            flops[precision] = run.read("summary.json")["figures"]["flops_per_step"]["value"]
+            with training.session.forward():
+                counted = measure.training_step(training.model, training.batches.next().inputs)
+        assert flops[precision] == 2 * counted.computed
 
 
 def test_the_twin_sees_the_same_batches_and_begins_alike(text, tmp_path):
@@ -213,7 +291,8 @@ def test_a_text_that_has_changed_is_refused(text, tmp_path):
         run_to(recipe, tmp_path / "run", 6, resume=True)
 
 
-def test_a_resume_never_times_again(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("damage", ["none", "damaged", "missing"])
+def test_a_resume_never_times_again(text, tmp_path, monkeypatch, damage):
     recipe = recipe_of(text)
     run_to(recipe, tmp_path / "run", 3)
 
@@ -222,7 +301,12 @@ def test_a_resume_never_times_again(text, tmp_path, monkeypatch):
 
     monkeypatch.setattr("sparsam.measure.device_profile.time_linear", refuse)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    if damage == "damaged":
+        (tmp_path / "run" / "profile.json").write_text("{")
+    if damage == "missing":
+        (tmp_path / "run" / "profile.json").unlink()
     run_to(recipe, tmp_path / "run", 6, resume=True)
+    assert json.loads((tmp_path / "run" / "profile.json").read_text())["linear"]
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,18 @@ class Run:
             checkpoint.write_json(self.folder / name, value)
 
     def read(self, name: str) -> Any:
-        """The JSON of `name`, or None where there is no such file yet."""
+        """The JSON of `name`, or None where there is no such file yet.
+
+        Raises:
+            RunError: the file is damaged.
+        """
         path = self.folder / name
-        return json.loads(path.read_bytes()) if path.is_file() else None
+        try:
+            return json.loads(path.read_bytes()) if path.is_file() else None
+        except ValueError:
+            raise RunError(
+                f"{path}: expected JSON, the file is damaged. Remove it, then go on with: {self.resume_command}"
+            ) from None
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds one line to metrics.jsonl; it survives the death of the process as soon as this returns.
@@ -179,6 +188,11 @@ class Run:
             )
         self._cut_metrics(0)
         return None
+
+    @property
+    def holds_training(self) -> bool:
+        """Whether a step was ever taken here, or saved: then nobody but its owner may remove the folder."""
+        return (self.folder / "metrics.jsonl").exists() or any(self.checkpoints.iterdir())
 
     @property
     def resume_command(self) -> str:

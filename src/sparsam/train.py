@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from sparsam import checkpoint, measure
-from sparsam.kernels.ops import backend, pack
+from sparsam.kernels.ops import backend
 from sparsam.precision.part import Precision
 from sparsam.rate import LearningRate
-from sparsam.recipe import Recipe
+from sparsam.recipe import ALL_SLOW, Recipe, all_slow
 from sparsam.run import Run, RunError
 from sparsam.session import Part, Rewire, Session
-from sparsam.sparse.layers import SparseLinear
 from sparsam.sparse.part import SparseTraining
 from sparsam.sparse.table import SparsityTable
+from sparsam.summary import figures_of
 from sparsam.tasks import language
 
 __all__ = ["Interrupted", "Progress", "Training", "Twin", "train"]
@@ -33,6 +33,7 @@ __all__ = ["Interrupted", "Progress", "Training", "Twin", "train"]
 # A clipped step whose gradient is not finite is skipped; a run of them will not end by itself.
 _MOST_SKIPPED_STEPS = 20
 _SAMPLES_OF_TWIN = 8
+_WHOLE_PEAK = "the peak of memory counts from the start of the process, this system cannot reset it"
 
 
 class Interrupted(Exception):
@@ -89,19 +90,23 @@ class Training:
         self.corpus = self.task.corpus
         model = self.task.build_model()
         self.table: SparsityTable | None = None
-        profile = run.read("profile.json")  # a resumed run decides by the timings of its beginning
+        found = run.load(notify) if resume else None
+        profile = found and found[1]["run"]["profile"]  # a resumed run decides by the timings of its beginning
         if recipe.sparsity is not None:
             timings = measure.DeviceProfile() if profile is None else measure.DeviceProfile.from_json(profile)
             self.table = recipe.sparsity.apply(model, timings, recipe)
             profile = timings.to_json()
             run.write("profile.json", profile)
             run.write("layers.json", self.table.to_json())
+            if all_slow(self.table):
+                notify(ALL_SLOW)
+        sparse = self.table is not None and any(row.storage != "dense" for row in self.table.rows)
         self.model = model
         self.optimizer = recipe.optimizer.build(model)
         self.rewires = _RewireLog()
         parts: list[Part] = [Precision(recipe.precision), self.rewires]
         factor = 1.0
-        if recipe.sparsity is not None:
+        if recipe.sparsity is not None and sparse:
             parts.insert(0, SparseTraining(recipe.sparsity.method.build(training.steps)))
             factor = recipe.sparsity.lr_factor
         parts.append(LearningRate(recipe.optimizer.schedule(training.steps), factor))
@@ -114,12 +119,19 @@ class Training:
         self._begun = False
         self._skipped = 0
         self._phases: dict[str, list[float]] = {}
-        self._facts = {"corpus": self.corpus.fingerprint, "profile": profile, "machine": _decides_bits(threads)}
+        self._facts: dict[str, Any] = {
+            "corpus": self.corpus.fingerprint,
+            "profile": profile,
+            "machine": _decides_bits(threads),
+        }
 
-        if resume:
-            self._resume(notify)
+        self._taken = 0
+        self._earlier_peak_bytes, self._earlier_peak_is_whole = 0, False
+        if found is not None:
+            self._resume(*found, notify)
         run.write("environment.json", measure.describe())
-        measure.reset_peak_rss()  # the peak is that of the training, not of reading the text and timing the layers
+        # The peak is that of the training, not of reading the text and timing the layers, where the kernel allows.
+        self._peak_is_whole = not measure.reset_peak_rss() or self._earlier_peak_is_whole
 
     @property
     def step(self) -> int:
@@ -144,13 +156,11 @@ class Training:
         self._begun = True
         while self.step < min(until, training.steps):
             if self.step == training.steps // 2 and training.steps >= 10:
-                # A step like all others, but the profiler slows it: its time is not among the times of steps.
-                parts = measure.step_breakdown(self._one_step, steps=1, warmup=0)
-                self.run.write("breakdown.json", {name: figure.to_json() for name, figure in parts.items()})
+                progress = self._profiled_step()
             else:
                 progress = self._one_step()
                 self.run.append(self._record(progress))
-                show(progress)
+            show(progress)
             at_end = self.step >= training.steps
             if at_end or self.step % training.evaluate_every == 0:
                 self._evaluate()
@@ -173,32 +183,18 @@ class Training:
                 self.run.append({**self._record(progress), "step": step + place})
 
     def finish(self) -> dict[str, Any]:
-        """Writes summary.json: what this process measured, every figure with unit and kind."""
-        records = list(self.run.records())
-        trained = [record for record in records if record["kind"] == "train"]
-        evaluated = [record for record in records if record["kind"] == "eval"]
-        figures: dict[str, measure.Figure] = {}
-        if trained:
-            figures["step_ms"] = measure.measured(statistics.median(r["step_ms"] for r in trained), "ms")
-            figures["tokens_per_second"] = measure.measured(
-                statistics.median(r["tokens_per_second"] for r in trained), "tokens/s"
-            )
+        """Writes summary.json, every figure with unit and kind; the one that is there stays when no step was taken."""
+        known = self.run.read("summary.json")
+        if known is not None and not self._taken and known.get("steps") == self.step:
+            return dict(known)
+        training = self.recipe.training
+        batch = torch.zeros(training.batch, training.context, dtype=torch.int64)
+        with self.session.forward():  # the paths that training takes, in the format that it computes in
+            flops = measure.training_step(self.model, batch).times(training.accumulate)
+        figures = figures_of(self.run.records(), self.model, self.optimizer, flops)
+        if self.seconds:
             figures["train_seconds"] = measure.measured(self.seconds, "s")
-        if evaluated:
-            figures["validation_loss"] = measure.measured(evaluated[-1]["loss"], "nats/token")
-            figures["bits_per_byte"] = measure.measured(evaluated[-1]["bits_per_byte"], "bits/byte")
-        kept = measure.training_bytes(self.model.parameters(), self.optimizer)
-        for name, size in kept.items():
-            figures[f"{name.removesuffix('s')}_bytes"] = measure.measured(size, "B")
-        figures["training_bytes"] = measure.measured(sum(kept.values()), "B")
-        if self.table is not None and self.recipe.precision == "bf16":
-            figures["packed_bytes"] = measure.modelled(_packed_bytes(self.model), "B")
-        figures["peak_rss_bytes"] = measure.measured(measure.peak_rss_bytes(), "B")
-        figures["parameters"] = measure.modelled(sum(p.numel() for p in self.model.parameters()), "")
-        batch = torch.zeros(self.recipe.training.batch, self.recipe.training.context, dtype=torch.int64)
-        flops = measure.training_step(self.model, batch)
-        for name, value in (("", flops.computed), ("_on_paper", flops.on_paper), ("_dense", flops.dense)):
-            figures[f"flops_per_step{name}"] = measure.modelled(value * self.recipe.training.accumulate, "FLOP")
+        figures["peak_rss_bytes"] = measure.measured(max(self._earlier_peak_bytes, measure.peak_rss_bytes()), "B")
         if self.table is not None:
             figures["density"] = measure.measured(self.table.density, "share")
             figures["density_all"] = measure.measured(self.table.density_all, "share")
@@ -209,6 +205,7 @@ class Training:
                 name: measure.measured(statistics.median(times), "ms").to_json() for name, times in self._phases.items()
             },
             "breakdown": self.run.read("breakdown.json") or {},
+            "notes": [_WHOLE_PEAK] if self._peak_is_whole else [],
         }
         self.run.write("summary.json", summary)
         return summary
@@ -225,15 +222,17 @@ class Training:
             "session": self.session.state_dict(),
             "data": self.batches.state_dict(),
             "rng": checkpoint.rng_state(),
-            "run": {"step": self.step, "seconds": self.seconds, **self._facts},
+            "run": {
+                "step": self.step,
+                "seconds": self.seconds,
+                "peak_rss_bytes": max(self._earlier_peak_bytes, measure.peak_rss_bytes()),
+                "peak_is_whole": self._peak_is_whole,
+                **self._facts,
+            },
         }
         self.run.save(self.step, state)
 
-    def _resume(self, notify: Callable[[str], None]) -> None:
-        found = self.run.load(notify)
-        if found is None:
-            return
-        step, state = found
+    def _resume(self, step: int, state: dict[str, Any], notify: Callable[[str], None]) -> None:
         if state["run"]["corpus"] != self.corpus.fingerprint:
             raise RunError(
                 f"{self.run.folder}: expected the text that this run began with ({self.corpus.name}), "
@@ -244,6 +243,8 @@ class Training:
         self.session.load_state_dict(state["session"])
         self.batches.load_state_dict(state["data"])
         self.seconds = state["run"]["seconds"]
+        self._earlier_peak_bytes = state["run"]["peak_rss_bytes"]
+        self._earlier_peak_is_whole = state["run"]["peak_is_whole"]
         checkpoint.set_rng_state(state["rng"])
         if state["run"]["machine"] != self._facts["machine"]:
             then, now = state["run"]["machine"], self._facts["machine"]
@@ -269,10 +270,25 @@ class Training:
             self._count_skipped(applied, len(losses))
         seconds = time.perf_counter() - began
         self.seconds += seconds
+        self._taken += 1
         tokens = len(losses) * self.recipe.training.batch * self.recipe.training.context
         return Progress(
             self.step, statistics.fmean(losses[-self.recipe.training.accumulate :]), tokens / seconds, seconds
         )
+
+    def _profiled_step(self) -> Progress:
+        """A step like all others, but slowed by the profiler: it trains, and its time stays apart."""
+        seconds, phases = self.seconds, self._phases
+        self._phases = {}
+        taken: list[Progress] = []
+        parts = measure.step_breakdown(lambda: taken.append(self._one_step()), steps=1, warmup=0)
+        self.seconds, self._phases = seconds, phases
+        self.run.write("breakdown.json", {name: figure.to_json() for name, figure in parts.items()})
+        [progress] = taken
+        record = self._record(progress)
+        del record["tokens_per_second"]
+        self.run.append({"profiled": True, "profiled_ms": record.pop("step_ms"), **record})
+        return progress
 
     def _record(self, progress: Progress) -> dict[str, Any]:
         record: dict[str, Any] = {
@@ -287,9 +303,9 @@ class Training:
         }
         moved = self.rewires.take()
         if moved:
-            self.run.append(
-                {"step": progress.step, "kind": "rewire", "layers": len(moved), "grown": sum(moved.values())}
-            )
+            grown, active = (sum(column) for column in zip(*moved.values(), strict=True))
+            counts = {"layers": len(moved), "grown": grown, "active": active}
+            self.run.append({"step": progress.step, "kind": "rewire", **counts})
         return record
 
     @torch.no_grad()
@@ -376,28 +392,18 @@ def _decides_bits(threads: int) -> dict[str, Any]:
     return {"threads": threads, "kernels": backend(), "torch": torch.__version__}
 
 
-def _packed_bytes(model: nn.Module) -> int:
-    """The largest pack: a product lays out its layer's blocks in both orientations, and drops them when it is done."""
-    packs = [
-        pack(layer.values.detach(), layer.index, layer.in_features, layer.out_features, torch.bfloat16)
-        for layer in model.modules()
-        if isinstance(layer, SparseLinear) and layer.product == "kernel"
-    ]
-    return max((2 * pack.numel() * pack.element_size() for pack in packs if pack is not None), default=0)
-
-
 class _RewireLog(Part):
-    """Counts the units that grew in each layer since it was last asked."""
+    """Counts the units that grew and those that are active in each rewired layer, since it was last asked."""
 
     def __init__(self) -> None:
-        self._grown: dict[str, int] = {}
+        self._moved: dict[str, tuple[int, int]] = {}
 
     def after_rewire(self, event: Rewire) -> None:
-        self._grown[event.layer] = int(event.grown.sum())
+        self._moved[event.layer] = int(event.grown.sum()), int(event.topology.sum())
 
-    def take(self) -> Mapping[str, int]:
-        grown, self._grown = self._grown, {}
-        return grown
+    def take(self) -> Mapping[str, tuple[int, int]]:
+        moved, self._moved = self._moved, {}
+        return moved
 
 
 class _Clock:

@@ -181,6 +181,46 @@ def test_resume_of_a_finished_run_reports_again(sparsam, recipe):
     assert steps_of(Path("run")) == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_full_disk_under_the_report_costs_the_report_alone(sparsam, recipe, monkeypatch):
+    write_text = Path.write_text
+
+    def full(path, *arguments, **options):
+        if path.name == ".report.html.partial":
+            raise OSError(28, "No space left on device")
+        return write_text(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        result = sparsam("train", recipe, "--out", "run")
+    assert result.status == 1
+    assert "run/report.html: expected to write the report, got: No space left on device." in result.err
+    assert steps_of(Path("run")) == [1, 2, 3, 4, 5, 6]
+    assert checkpoints(Path("run"))[-1].name == "step-00000006"
+    assert sparsam("report", "run").status == 0
+
+
+def test_a_refusal_after_the_first_step_keeps_the_run(sparsam, recipe, monkeypatch):
+    from sparsam.train import Training
+
+    def refuse(training):
+        raise ValueError("figure: expected a finite number.")
+
+    monkeypatch.setattr(Training, "finish", refuse)
+    assert sparsam("train", recipe, "--out", "run").status == 1
+    assert checkpoints(Path("run"))
+
+
+def test_without_fast_kernels_it_trains_dense_and_says_so(recipe, start):
+    arguments = ["train", recipe, "--out", "run", "--set", "sparsity.if_slow=dense", "--set", "twin=full"]
+    process = start(*arguments, SPARSAM_CPU_ISA="reference", OMP_NUM_THREADS="1")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    said = " ".join(out.split())
+    assert "no compiled kernels in use: products run on the PyTorch reference" in said
+    assert "no layer is faster in blocks on this machine: all left dense; sparsity.if_slow: compact trains" in said
+    assert "so no gain is claimed" in said
+
+
 def test_resume_alone(sparsam, recipe):
     result = sparsam("train", recipe, "--resume", "run", "--steps", 3)
     assert "--resume keeps the recipe of its run: expected it alone, got RECIPE, --steps too." in result.err
@@ -205,7 +245,8 @@ def test_a_fault_of_ours_is_one_line_too(sparsam, recipe, monkeypatch):
 
 def whole_state(run: Path) -> dict:
     state = checkpoint.read(checkpoints(run)[-1])
-    state["run"].pop("seconds")
+    for measured in ("seconds", "peak_rss_bytes"):
+        state["run"].pop(measured)
     return state
 
 

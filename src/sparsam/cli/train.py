@@ -17,6 +17,8 @@ from rich.markup import escape
 
 from sparsam import __version__, measure
 from sparsam.cli.screen import Bars, Stopped, console, facts
+from sparsam.kernels.ops import backend
+from sparsam.measure.doctor import REFERENCE
 from sparsam.recipe import Recipe, default_recipe, parse_recipe, read_recipe
 from sparsam.report import write as write_report
 from sparsam.run import Run
@@ -64,22 +66,24 @@ def train(
     task = chosen.task()  # before there is a folder: a text that is refused leaves nothing behind
     folder = out or _new_folder()
     with Run.create(folder, chosen.yaml()) as run:
-        try:
-            _train(chosen, run, task)
-        except ValueError:  # refused by the model or the layers, before the first step
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        _train(chosen, run, task)
 
 
 def _train(recipe: Recipe, run: Run, task: Task | None = None) -> None:
     screen = console()
     screen.print(f"[bold]sparsam[/] {__version__}\n")
     notes: list[str] = []
-    training = Training(recipe, run, notes.append, task)
+    try:
+        training = Training(recipe, run, notes.append, task)
+    except ValueError:  # refused by the model or the layers, before the first step
+        if not run.holds_training:
+            shutil.rmtree(run.folder, ignore_errors=True)
+        raise
     screen.print(facts(_about(training)))
     screen.print()
     name = _SPARSE if recipe.sparsity is not None else _DENSE
-    kinds = {name: f"{100 * (1 - training.table.density):.3g} % sparse" if training.table is not None else "dense"}
+    share = 0.0 if training.table is None else 100 * (1 - training.table.density)
+    kinds = {name: f"{share:.3g} % sparse" if share else "dense"}
     if recipe.twin != "none":
         kinds[_TWIN] = "dense" if recipe.twin == "full" else "sampled"
     with Bars(screen, recipe.training.steps, kinds) as bars, _interruptible() as stop:
@@ -126,6 +130,8 @@ def _about(training: Training) -> Iterator[tuple[str, str]]:
     yield "run", f"{training.run.folder}" + (f" · from step {training.step}" if training.step else "")
     if machine["warning"]:
         yield "warning", str(machine["warning"])
+    if backend() == "reference":
+        yield "kernels", REFERENCE
 
 
 class _Stop:

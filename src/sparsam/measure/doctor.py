@@ -18,7 +18,9 @@ from sparsam.measure.device_profile import LinearShape, time_linear
 from sparsam.measure.figure import Figure, measured, modelled
 from sparsam.measure.machine import describe
 
-__all__ = ["Row", "measure"]
+__all__ = ["REFERENCE", "Row", "measure"]
+
+REFERENCE = "no compiled kernels in use: products run on the PyTorch reference, correct but not fast"
 
 # T, K, N of the products; small enough for a laptop, large enough for the matrix units.
 _SHAPE = (2048, 1024, 4096)
@@ -88,6 +90,8 @@ def _machine_rows(machine: dict[str, Any]) -> list[Row]:
         Row(section, "large pages for tensors", None, _pages(bool(machine["transparent_huge_pages"]))),
         Row(section, "torch", None, f"{machine['torch']}, Python {machine['python']}, sparsam {machine['sparsam']}"),
     ]
+    if ops.backend() == "reference":
+        rows.append(Row(section, "note", None, REFERENCE))
     if machine["accelerators"]:
         names = ", ".join(str(name) for name in machine["accelerators"])
         rows.append(

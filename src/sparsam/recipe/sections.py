@@ -26,6 +26,7 @@ from sparsam.tasks.gpt import GPT
 from sparsam.tasks.huggingface import FolderModel
 
 __all__ = [
+    "ALL_SLOW",
     "TAGS",
     "VERSION",
     "AdamW",
@@ -38,9 +39,13 @@ __all__ = [
     "Static",
     "TrainingSection",
     "UnstructuredPattern",
+    "all_slow",
 ]
 
 VERSION = 1
+ALL_SLOW = (
+    "no layer is faster in blocks on this machine: all left dense; sparsity.if_slow: compact trains sparse all the same"
+)
 
 # Optimisers that look at the shape of a weight or mix entries far apart: on blocks they would compute something else.
 _SHAPE_READING = {"muon", "adafactor", "shampoo", "soap", "adamw8bit", "adam8bit"}
@@ -203,7 +208,16 @@ class Sparsity(Strict):
         return self
 
     def apply(self, model: nn.Module, profile: DeviceProfile, recipe: Recipe) -> SparsityTable:
-        """Makes the model sparse as this section of `recipe` says; the table of what was done."""
+        """Makes the model sparse as this section of `recipe` says; the table of what was done.
+
+        A table of dense layers alone is the answer where every eligible layer measures slower in blocks.
+
+        Raises:
+            ValueError: no layer is eligible, for another reason than its speed.
+        """
+        found = self.inspect(model, profile, recipe)
+        if all_slow(found):
+            return found
         fan_in = not recipe.starts_trained if self.sparse_fan_in is None else self.sparse_fan_in
         pattern, options = self.pattern.build(), self._options(profile, recipe)
         return sparsify(model, pattern, self.density, sparse_fan_in=fan_in, **options)
@@ -225,6 +239,12 @@ class Sparsity(Strict):
             "if_slow": self.if_slow,
             "seed": training.seed,
         }
+
+
+def all_slow(table: SparsityTable) -> bool:
+    """Whether no layer is sparse, and some are dense only because their blocks measured slower."""
+    timed = any(row.compact_ms is not None and row.dense_ms is not None for row in table.rows)
+    return timed and all(row.storage == "dense" for row in table.rows)
 
 
 class AdamW(Typed):

@@ -1,0 +1,50 @@
+"""The figures of a training, each with its unit and how it came to be. Comparing them is up to the report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsam import measure
+from sparsam.kernels import scratch_bytes
+
+__all__ = ["figures_of"]
+
+
+def figures_of(
+    records: Iterable[Mapping[str, Any]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    flops: measure.StepFlops,
+) -> dict[str, measure.Figure]:
+    """What metrics and tensors say of a training.
+
+    Args:
+        records: the lines of metrics.jsonl. Profiled steps count for nothing that is a time.
+        model, optimizer: as trained; their bytes are counted.
+        flops: of one optimiser step.
+    """
+    lines = list(records)
+    trained = [line for line in lines if line["kind"] == "train" and not line.get("profiled")]
+    evaluated = [line for line in lines if line["kind"] == "eval"]
+    figures: dict[str, measure.Figure] = {}
+    if trained:
+        figures["step_ms"] = measure.measured(statistics.median(line["step_ms"] for line in trained), "ms")
+        speed = statistics.median(line["tokens_per_second"] for line in trained)
+        figures["tokens_per_second"] = measure.measured(speed, "tokens/s")
+    if evaluated:
+        figures["validation_loss"] = measure.measured(evaluated[-1]["loss"], "nats/token")
+        figures["bits_per_byte"] = measure.measured(evaluated[-1]["bits_per_byte"], "bits/byte")
+    kept = measure.training_bytes(model.parameters(), optimizer)
+    for name, size in kept.items():
+        figures[f"{name.removesuffix('s')}_bytes"] = measure.measured(size, "B")
+    figures["training_bytes"] = measure.measured(sum(kept.values()), "B")
+    figures["packed_bytes"] = measure.measured(scratch_bytes(), "B")  # kernels keep it between their calls
+    figures["parameters"] = measure.modelled(sum(p.numel() for p in model.parameters()), "")
+    for name, value in (("", flops.computed), ("_on_paper", flops.on_paper), ("_dense", flops.dense)):
+        figures[f"flops_per_step{name}"] = measure.modelled(value, "FLOP")
+    return figures
