@@ -23,6 +23,7 @@ __all__ = [
     "available_isas",
     "current_isa",
     "library",
+    "scratch_bytes",
     "set_isa",
     "threads",
 ]
@@ -81,7 +82,7 @@ class Library:
             raise RuntimeError(
                 f"{path}: expected interface version {ABI_VERSION}, got {version}. Install sparsam again."
             )
-        self.c.sparsam_pack_bytes.restype = _int64
+        self.c.sparsam_pack_bytes.restype = self.c.sparsam_scratch_bytes.restype = _int64
 
     def forward(
         self,
@@ -96,23 +97,27 @@ class Library:
     ) -> None:
         """Writes act(x W^T + bias) to y (T, N), and the value before the activation to pre when given."""
         layer = _layer(values, index, x.shape[1], y.shape[1])
-        _check(
-            self.c.sparsam_forward(
-                ctypes.byref(layer),
-                _int32(_DTYPES[x.dtype]),
-                _int64(x.shape[0]),
-                _at(x),
-                _int64(x.stride(0)),
-                _at(bias),
-                _int32(0 if bias is None else _DTYPES[bias.dtype]),
-                _int32(ACTIVATIONS.index(activation)),
-                _at(y),
-                _at(pre),
-                _at(packed),
-                _int32(threads()),
-            ),
-            "forward",
+        if packed is not None and (packed.numel() < 64 or packed.data_ptr() % 64):
+            raise ValueError("packed weights: expected what `pack` returned, got a copy or a part. Pack again.")
+        status = self.c.sparsam_forward(
+            ctypes.byref(layer),
+            _int32(_DTYPES[x.dtype]),
+            _int64(x.shape[0]),
+            _at(x),
+            _int64(x.stride(0)),
+            _at(bias),
+            _int32(0 if bias is None else _DTYPES[bias.dtype]),
+            _int32(ACTIVATIONS.index(activation)),
+            _at(y),
+            _at(pre),
+            _at(packed),
+            _int32(threads()),
         )
+        if status == _BAD_ARGUMENT and packed is not None:
+            raise ValueError(
+                f"packed weights: expected ones of this layer for {x.dtype} on {current_isa()}, got others. Pack again."
+            )
+        _check(status, "forward")
 
     def backward(
         self,
@@ -294,10 +299,13 @@ def available_isas() -> list[str]:
     loaded = library()
     if loaded is None:
         return []
-    before = loaded.c.sparsam_get_isa()
-    usable = [name for code, name in enumerate(ISAS) if loaded.c.sparsam_set_isa(_int32(code)) == _OK]
-    loaded.c.sparsam_set_isa(_int32(before))
-    return usable
+    return [name for code, name in enumerate(ISAS) if loaded.c.sparsam_has_isa(_int32(code)) == _OK]
+
+
+def scratch_bytes() -> int:
+    """Bytes of scratch memory that the kernels hold now, over all threads: what the largest calls so far needed."""
+    loaded = library()
+    return 0 if loaded is None else int(loaded.c.sparsam_scratch_bytes())
 
 
 def current_isa() -> str:
@@ -362,7 +370,12 @@ def _supported(status: int, what: str) -> bool:
 def _check(status: int, what: str) -> None:
     if status == _OUT_OF_MEMORY:
         raise MemoryError(f"{what}: the kernel's scratch memory could not be allocated. Use fewer tokens per batch.")
-    assert status == _OK, f"{what}: the kernel refused its arguments (status {status})"
+    # not an assert: under python -O the caller would get memory that nobody has written
+    if status != _OK:
+        raise ValueError(
+            f"{what}: expected operands and an index of one layer, got some that the kernel refuses (status {status}). "
+            "Make the index with build_index, for this layer's blocks."
+        )
 
 
 _forked = False

@@ -90,13 +90,6 @@ pthread_once_t fork_handler = PTHREAD_ONCE_INIT;
 void in_child() { lost_threads = lost_threads || used_threads; }
 void watch_forks() { pthread_atfork(nullptr, nullptr, in_child); }
 
-int32_t usable_threads(int32_t threads) {
-  if (threads <= 1 || __atomic_load_n(&lost_threads, __ATOMIC_RELAXED)) return 1;
-  pthread_once(&fork_handler, watch_forks);
-  __atomic_store_n(&used_threads, true, __ATOMIC_RELAXED);
-  return threads;
-}
-
 bool is_dtype(int32_t dtype) { return dtype == SPARSAM_F32 || dtype == SPARSAM_BF16; }
 bool is_activation(int32_t activation) { return activation >= SPARSAM_NONE && activation <= SPARSAM_SILU; }
 
@@ -173,13 +166,27 @@ struct Scratch {
 pthread_key_t scratch_key;
 pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
 bool scratch_ready = false;
+int64_t scratch_held = 0;  // bytes, over all threads
+void drop_scratch(Scratch* scratch, int which) {
+  __atomic_sub_fetch(&scratch_held, int64_t(scratch->bytes[which]), __ATOMIC_RELAXED);
+  free(scratch->data[which]);
+  scratch->data[which] = nullptr;
+  scratch->bytes[which] = 0;
+}
 void free_scratch(void* p) {
-  for (void* data : static_cast<Scratch*>(p)->data) free(data);
+  for (int which = 0; which < SPARSAM_SCRATCH_COUNT; ++which) drop_scratch(static_cast<Scratch*>(p), which);
   free(p);
 }
 void make_scratch_key() { scratch_ready = pthread_key_create(&scratch_key, free_scratch) == 0; }
 
 }  // namespace
+
+int32_t sparsam_usable_threads(int32_t threads) {
+  if (threads <= 1 || __atomic_load_n(&lost_threads, __ATOMIC_RELAXED)) return 1;
+  pthread_once(&fork_handler, watch_forks);
+  __atomic_store_n(&used_threads, true, __ATOMIC_RELAXED);
+  return threads;
+}
 
 void* sparsam_scratch(int which, size_t bytes) {
   pthread_once(&scratch_once, make_scratch_key);
@@ -190,9 +197,7 @@ void* sparsam_scratch(int which, size_t bytes) {
     if (!scratch || pthread_setspecific(scratch_key, scratch)) return free(scratch), nullptr;
   }
   if (scratch->bytes[which] >= bytes && scratch->data[which]) return scratch->data[which];
-  free(scratch->data[which]);
-  scratch->data[which] = nullptr;
-  scratch->bytes[which] = 0;
+  drop_scratch(scratch, which);
   const size_t page = size_t(2) << 20, unit = bytes >= page ? page : 4096,
                rounded = (bytes + unit - 1) / unit * unit + unit * !bytes;
   void* data = nullptr;
@@ -202,6 +207,7 @@ void* sparsam_scratch(int which, size_t bytes) {
 #endif
   scratch->data[which] = data;
   scratch->bytes[which] = rounded;
+  __atomic_add_fetch(&scratch_held, int64_t(rounded), __ATOMIC_RELAXED);
   return data;
 }
 
@@ -215,9 +221,16 @@ int32_t sparsam_best_isa(void) {
   return isa;
 }
 
-int32_t sparsam_set_isa(int32_t isa) {
+int32_t sparsam_has_isa(int32_t isa) {
   if (isa < 0 || isa >= kIsaCount) return SPARSAM_BAD_ARGUMENT;
-  if (!kBackends[isa] || isa > processor()) return SPARSAM_UNSUPPORTED;
+  return kBackends[isa] && isa <= processor() ? SPARSAM_OK : SPARSAM_UNSUPPORTED;
+}
+
+int64_t sparsam_scratch_bytes(void) { return __atomic_load_n(&scratch_held, __ATOMIC_RELAXED); }
+
+int32_t sparsam_set_isa(int32_t isa) {
+  const int32_t status = sparsam_has_isa(isa);
+  if (status != SPARSAM_OK) return status;
   __atomic_store_n(&chosen_isa, isa, __ATOMIC_RELAXED);
   return SPARSAM_OK;
 }
@@ -237,7 +250,7 @@ int32_t sparsam_forward(const sparsam_layer* layer, int32_t dtype, int64_t token
     return SPARSAM_BAD_ARGUMENT;
   if (tokens == 0) return SPARSAM_OK;
   if (!is_matrix(x, tokens, layer->in_features, ldx) || !y) return SPARSAM_BAD_ARGUMENT;
-  threads = usable_threads(threads);
+  threads = sparsam_usable_threads(threads);
   const int32_t isa = sparsam_get_isa();
   if (packed) {
     const PackHeader* h = static_cast<const PackHeader*>(packed);
@@ -268,7 +281,7 @@ int32_t sparsam_backward(const sparsam_layer* layer, int32_t dtype, int64_t toke
   if (!is_matrix(grad, tokens, layer->out_features, ldg) || (activation != SPARSAM_NONE && !pre) ||
       (dvalues && !is_matrix(x, tokens, layer->in_features, ldx)))
     return SPARSAM_BAD_ARGUMENT;
-  threads = usable_threads(threads);
+  threads = sparsam_usable_threads(threads);
   return dispatch(sparsam_get_isa(), [&](const Backend& backend) {
     return backend.backward(layer, dtype, tokens, grad, ldg, x, ldx, pre, activation, dx, dvalues, dbias, threads);
   });
@@ -288,7 +301,7 @@ int32_t sparsam_scores(const sparsam_layer* layer, int32_t dtype, int64_t tokens
   if (!is_matrix(grad, tokens, layer->out_features, ldg) || !is_matrix(x, tokens, layer->in_features, ldx) ||
       (activation != SPARSAM_NONE && !pre))
     return SPARSAM_BAD_ARGUMENT;
-  threads = usable_threads(threads);
+  threads = sparsam_usable_threads(threads);
   return dispatch(sparsam_get_isa(), [&](const Backend& backend) {
     return backend.scores(layer, dtype, tokens, grad, ldg, x, ldx, pre, activation, scores, threads);
   });
@@ -309,7 +322,7 @@ int32_t sparsam_pack(const sparsam_layer* layer, int32_t dtype, void* packed, in
   PackHeader* h = static_cast<PackHeader*>(packed);
   *h = PackHeader{kMagic,       sparsam_get_isa(), backend,    dtype, layer->in_features, layer->out_features,
                   layer->slots, layer->rows,       layer->cols};
-  return kBackends[backend]->pack(layer, dtype, h + 1, usable_threads(threads));
+  return kBackends[backend]->pack(layer, dtype, h + 1, sparsam_usable_threads(threads));
 }
 
 #ifndef SPARSAM_HAVE_AMX

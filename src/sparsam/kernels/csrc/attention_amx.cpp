@@ -20,7 +20,7 @@ template <typename State, typename Work>
 int32_t each_head(const sparsam_attention& shape, int32_t threads, const Work& work) {
   const int64_t heads = shape.batch * shape.heads, blocks = (shape.tokens + 31) / 32;
   int failed = 0;
-  if (threads > heads) threads = static_cast<int32_t>(heads);
+  threads = sparsam_usable_threads(threads > heads ? static_cast<int32_t>(heads) : threads);
 #pragma omp parallel num_threads(threads)
   {
     Cursor count{nullptr};

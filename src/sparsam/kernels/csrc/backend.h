@@ -30,4 +30,8 @@ extern const Backend sparsam_amx_backend;
 enum { SPARSAM_SCRATCH_COUNT = 8 };
 void* sparsam_scratch(int which, size_t bytes);
 
+/* How many of `threads` an OpenMP region may ask for: one in a forked child whose parent had a pool, for it is gone.
+ * Every region with a pool asks here first, once per call. */
+int32_t sparsam_usable_threads(int32_t threads);
+
 #endif

@@ -43,7 +43,7 @@ inline __attribute__((always_inline)) void each(int64_t width, const Body& body)
 int64_t padded(int64_t width) { return (width + kVector - 1) / kVector * kVector; }
 int32_t fewer(int32_t threads, int64_t rows, int64_t width) {
   const int64_t useful = rows * width / kEntriesAThread + 1;
-  return threads > useful ? int32_t(useful) : threads;
+  return sparsam_usable_threads(threads > useful ? int32_t(useful) : threads);
 }
 
 // Weight and bias of all lanes; ones and zeros where there are none.

@@ -64,6 +64,11 @@ SPARSAM_API int32_t sparsam_best_isa(void);
 /* Fixes the instruction set for all later calls; SPARSAM_UNSUPPORTED when this machine or build lacks it. */
 SPARSAM_API int32_t sparsam_set_isa(int32_t isa);
 SPARSAM_API int32_t sparsam_get_isa(void);
+/* SPARSAM_OK when sparsam_set_isa would accept it; changes nothing. */
+SPARSAM_API int32_t sparsam_has_isa(int32_t isa);
+/* Bytes of scratch memory that the kernels hold now, over all threads. A thread's scratch grows to what its largest call
+ * needed and is freed when the thread ends. */
+SPARSAM_API int64_t sparsam_scratch_bytes(void);
 /* Version of this interface; the Python side refuses another one. */
 SPARSAM_API int32_t sparsam_abi_version(void);
 
