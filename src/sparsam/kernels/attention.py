@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sparsam.kernels import cpu, reference
+from sparsam.kernels.checks import refuse_second_order
 
 __all__ = ["attention", "self_attention"]
 
@@ -17,7 +18,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = 
     bfloat16 on a CPU with AMX and D of 32, 64, 96 or 128 runs one fused kernel each way; everything else plain PyTorch.
 
     Raises:
-        ValueError: q, k and v differ in shape, dtype (after autocast) or device.
+        ValueError: q, k and v differ in shape, dtype (after autocast) or device; or the backward of the fused kernel is
+            asked for with create_graph=True.
 
     Source: Dao 2023, arXiv:2307.08691 (recomputation from the log-sum-exp in the backward).
     """
@@ -66,6 +68,7 @@ def _has_amx() -> bool:
 
 _lib = torch.library.Library("sparsam", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
+_INSTEAD = "Use the reference: float32, or SPARSAM_CPU_ISA=reference."
 
 
 def _native() -> cpu.Library:
@@ -83,8 +86,7 @@ def _views(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     out, lse = _forward_fake(q, k, v, causal)
-    done = _native().attention_forward(q, k, v, out, lse, q.shape[-1] ** -0.5, causal)
-    assert done, "the kernel does every shape that _fused_attention admits"
+    _expect(_native().attention_forward(q, k, v, out, lse, q.shape[-1] ** -0.5, causal))
     return out, lse
 
 
@@ -110,8 +112,16 @@ def _backward(
 
 def _run_backward(tensors: list[torch.Tensor], lse: torch.Tensor, causal: bool) -> None:
     inputs = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors[:5]]
-    done = _native().attention_backward([*inputs, *tensors[5:]], lse, tensors[0].shape[-1] ** -0.5, causal)
-    assert done, "the kernel does every shape that _fused_attention admits"
+    _expect(_native().attention_backward([*inputs, *tensors[5:]], lse, tensors[0].shape[-1] ** -0.5, causal))
+
+
+def _expect(done: bool) -> None:
+    """The kernel does every shape that _fused_attention admits; a compiled graph may outlive the choice it made."""
+    if not done:
+        raise ValueError(
+            f"attention: expected the instruction set amx, which this graph was made for, got {cpu.current_isa()}. "
+            "Choose it before the forward and before torch.compile."
+        )
 
 
 def _backward_fake(
@@ -129,6 +139,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    refuse_second_order("attention", _INSTEAD)
     return (*torch.ops.sparsam.attention_backward(dout, *ctx.saved_tensors, ctx.causal), None)
 
 
@@ -155,6 +166,7 @@ def _self_backward_fake(dout: torch.Tensor, qkv: torch.Tensor, *rest: Any) -> to
 
 
 def _self_gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    refuse_second_order("self_attention", _INSTEAD)
     return torch.ops.sparsam.self_attention_backward(dout, *ctx.saved_tensors, ctx.causal), None
 
 

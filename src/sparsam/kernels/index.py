@@ -33,11 +33,13 @@ def build_index(block_row: torch.Tensor, block_col: torch.Tensor, block_rows: in
     """Sorts the slots both ways. Shapes depend on S, RB and CB only, so a rewire changes no shape.
 
     Args:
-        block_row: int32 (S), -1 = dead.
-        block_col: int32 (S), -1 = dead.
+        block_row: integers (S), -1 = dead. Those that are not contiguous int32 are copied.
+        block_col: the same.
         block_rows: RB.
         block_cols: CB.
     """
+    # as the kernels read them; tensors that fit are kept, so whoever holds them sees what is written to them
+    block_row, block_col = block_row.int().contiguous(), block_col.int().contiguous()
     if block_row.is_meta:
         sizes = (block_rows + 1, len(block_row), block_cols + 1, len(block_row))
         return BlockIndex(block_row, block_col, *(block_row.new_empty(size) for size in sizes))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsam.kernels import cpu
+from sparsam.kernels.checks import refuse_second_order
 
 __all__ = ["add_layer_norm"]
 
@@ -35,7 +36,8 @@ def add_layer_norm(
         in float32 or wider, in the type of autocast if that is on and of the sum otherwise.
 
     Raises:
-        ValueError: branch is not shaped like x, weight or bias is not (D), or one of them is on another device.
+        ValueError: branch is not shaped like x, weight or bias is not (D), or one of them is on another device; or the
+            backward of the fused kernel is asked for with create_graph=True.
 
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
@@ -115,6 +117,15 @@ def _native() -> cpu.Library:
     return native
 
 
+def _expect(done: bool) -> None:
+    """The kernel does all that _fused admits; a compiled graph may outlive the choice it made."""
+    if not done:
+        raise ValueError(
+            "add_layer_norm: expected an instruction set from avx512 on, which this graph was made for, "
+            f"got {cpu.current_isa()}. Choose it before the forward and before torch.compile."
+        )
+
+
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor if tensor is None else tensor.contiguous()
 
@@ -128,6 +139,7 @@ def _row_numbers(x: torch.Tensor) -> torch.Tensor:
 
 
 _Affine = torch.Tensor | None
+_INSTEAD = "Use torch.nn.functional.layer_norm, or SPARSAM_CPU_ISA=reference."
 
 
 def _forward(
@@ -135,8 +147,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     results = _forward_fake(x, branch, weight, bias, eps, dtype)
     x, branch, weight, bias = x.contiguous(), branch.contiguous(), _contiguous(weight), _contiguous(bias)
-    done = _native().norm_forward(x, branch, weight, bias, eps, *results)
-    assert done, "the kernel does all that _fused admits"
+    _expect(_native().norm_forward(x, branch, weight, bias, eps, *results))
     return results
 
 
@@ -151,8 +162,7 @@ def _first_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     results = _first_forward_fake(x, weight, bias, eps, dtype)
     x, weight, bias = x.contiguous(), _contiguous(weight), _contiguous(bias)
-    done = _native().norm_forward(x, None, weight, bias, eps, None, *results)
-    assert done, "the kernel does all that _fused admits"
+    _expect(_native().norm_forward(x, None, weight, bias, eps, None, *results))
     return results
 
 
@@ -176,10 +186,8 @@ def _backward(
     dx, *others = results
     given = (dout.contiguous(), _contiguous(dadded), added.contiguous(), mean, rstd, _contiguous(weight))
     wanted = (narrow, affine, affine)
-    done = _native().norm_backward(
-        *given, dx, *(to if wants else None for to, wants in zip(others, wanted, strict=True))
-    )
-    assert done, "the kernel does all that _fused admits"
+    targets = (to if wants else None for to, wants in zip(others, wanted, strict=True))
+    _expect(_native().norm_backward(*given, dx, *targets))
     return results
 
 
@@ -224,6 +232,7 @@ def _gradients(
             return (None,) * 6
         dbranch = dadded.to(torch.bfloat16) if ctx.narrow else dadded
         return dadded if need_dx else None, dbranch if need_dbranch else None, None, None, None, None
+    refuse_second_order("add_layer_norm", _INSTEAD)
     dx, rounded, dweight, dbias = torch.ops.sparsam.add_layer_norm_backward(
         dout, dadded, *ctx.saved_tensors, ctx.narrow and need_dbranch, need_dweight or need_dbias
     )
@@ -242,6 +251,7 @@ def _first_gradients(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[torc
     if dout is None:
         return (None,) * 5
     need_dx, need_dweight, need_dbias, *_rest = ctx.needs_input_grad
+    refuse_second_order("add_layer_norm", _INSTEAD)
     dx, _, dweight, dbias = torch.ops.sparsam.add_layer_norm_backward(
         dout, None, *ctx.saved_tensors, False, need_dweight or need_dbias
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sparsam.kernels import cpu, reference
+from sparsam.kernels.checks import check_linear, refuse_second_order
 from sparsam.kernels.index import BlockIndex
 
 __all__ = ["backend", "block_linear", "pack", "packed_block_linear"]
@@ -52,51 +53,18 @@ def block_linear(
         (..., N) of x's type.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        ValueError: a shape, dtype or device does not fit; or the backward is asked for with create_graph=True.
     """
     if not x.dtype.is_floating_point:
         raise ValueError(f"block_linear: expected a floating-point x, got {x.dtype}. Cast it first.")
     # as torch's own autocast does, double is left alone; meta has none
     if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    _check(x, values, index, out_features, bias, activation, probe)
+    check_linear(x, values, index, out_features, bias, activation, probe)
     keep_pre = activation != "none" and torch.is_grad_enabled()
     call = _Eager.apply if _is_plain(x, values) else torch.ops.sparsam.block_linear
     y, _ = call(x, values, bias, probe, *index, out_features, activation, keep_pre)
     return y  # type: ignore[no-any-return]
-
-
-def _check(
-    x: torch.Tensor,
-    values: torch.Tensor,
-    index: BlockIndex,
-    out_features: int,
-    bias: torch.Tensor | None,
-    activation: str,
-    probe: torch.Tensor | None,
-) -> None:
-    """Refuses whatever would let a kernel read or write outside a tensor."""
-    if values.dim() != 3:
-        raise ValueError(f"block_linear: expected values of (slots, rows, cols), got {tuple(values.shape)}.")
-    slots, rows, cols = values.shape
-    if not slots == index.block_row.shape[0] == index.row_slots.shape[0] == index.col_slots.shape[0]:
-        raise ValueError(
-            f"block_linear: expected an index of {slots} slots, got one of {len(index.block_row)}. See build_index."
-        )
-    grid = index.row_start.shape[0] - 1, index.col_start.shape[0] - 1
-    if -(-out_features // rows) != grid[0] or -(-x.shape[-1] // cols) != grid[1]:
-        raise ValueError(
-            f"block_linear: expected x with K and out_features that make {grid[0]} x {grid[1]} blocks of "
-            f"{rows} x {cols}, got K = {x.shape[-1]} and out_features = {out_features}."
-        )
-    if activation not in cpu.ACTIVATIONS:
-        raise ValueError(f"block_linear: expected an activation of {', '.join(cpu.ACTIVATIONS)}, got {activation!r}.")
-    if bias is not None and bias.shape != (out_features,):
-        raise ValueError(f"block_linear: expected a bias of ({out_features},), got {tuple(bias.shape)}.")
-    if probe is not None and probe.shape not in (grid, (out_features, x.shape[-1])):
-        raise ValueError(
-            f"block_linear: expected a probe of {grid} or ({out_features}, {x.shape[-1]}), got {tuple(probe.shape)}."
-        )
 
 
 def pack(
@@ -121,7 +89,17 @@ def packed_block_linear(
     bias: torch.Tensor | None = None,
     activation: str = "none",
 ) -> torch.Tensor:
-    """`block_linear` without gradients, with the weights that `pack` laid out for x's type."""
+    """`block_linear` without gradients, with the weights that `pack` laid out for x's type.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, or the pack is of another layer, type or instruction set.
+    """
+    check_linear(x, values, index, out_features, bias, activation, name="packed_block_linear")
+    if x.dtype not in _NATIVE_DTYPES or values.dtype not in _NATIVE_DTYPES or x.device.type != "cpu":
+        raise ValueError(
+            "packed_block_linear: expected x and values of float32 or bfloat16 on a CPU, "
+            f"got {x.dtype} and {values.dtype} on {x.device}. Use block_linear."
+        )
     return torch.ops.sparsam.packed_block_linear(  # type: ignore[no-any-return]
         x, packed, values, bias, *index, out_features, activation
     )
@@ -149,6 +127,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return flat if flat.stride(1) == 1 and flat.stride(0) >= flat.shape[1] else flat.contiguous()
 
 
+def _native_bias(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    if bias is None:
+        return None
+    return (bias if bias.dtype in _NATIVE_DTYPES else bias.to(x.dtype)).contiguous()
+
+
 _lib.define(
     f"block_linear(Tensor x, Tensor values, Tensor? bias, Tensor? probe, {_INDEX}, int out_features, str activation, "
     "bool keep_pre) -> (Tensor, Tensor)",
@@ -169,13 +153,11 @@ def _forward_cpu(
     *index, out_features, activation, keep_pre = rest
     y = x.new_empty(*x.shape[:-1], out_features)
     pre = torch.empty_like(y) if keep_pre else x.new_empty(0)
-    if bias is not None and bias.dtype not in _NATIVE_DTYPES:
-        bias = bias.to(x.dtype)
     native.forward(
         _rows(x),
         values.contiguous(),
         BlockIndex(*index),
-        bias if bias is None else bias.contiguous(),
+        _native_bias(bias, x),
         activation,
         y.view(-1, out_features),
         pre.view(-1, out_features) if keep_pre else None,
@@ -315,6 +297,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _gradients(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
         return (None,) * 13
+    refuse_second_order("block_linear", 'Use the dense layer (SparseLinear with product="dense", or to_dense()).')
     x, values, pre, *index = ctx.saved_tensors
     need_dx, need_dvalues, need_dbias, need_probe, *_rest = ctx.needs_input_grad
     dx = dvalues = dbias = dprobe = None
@@ -327,7 +310,7 @@ def _gradients(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple[torch.Tenso
             # the whole dense gradient: one layer at a time, on update steps only
             flat = grad.reshape(-1, grad.shape[-1])
             flat = reference.activation_gradient(flat, pre.reshape_as(flat) if pre.numel() else None, ctx.activation)
-            dprobe = (flat.mT @ x.reshape(-1, x.shape[-1])).float()
+            dprobe = reference.dense_gradient(flat, x.reshape(-1, x.shape[-1])).float()
         else:
             dprobe = torch.ops.sparsam.block_scores(grad, x, values, pre, *index, ctx.activation)
     return (
@@ -380,10 +363,12 @@ def _packed_cpu(
 ) -> torch.Tensor:
     *index, out_features, activation = rest
     native = cpu.library()
-    assert native is not None, "a pack exists only where the library does"
+    if native is None:
+        raise ValueError("packed_block_linear: expected the compiled library, got none. Use block_linear.")
     y = x.new_empty(*x.shape[:-1], out_features)
     flat = y.view(-1, out_features)
-    native.forward(_rows(x), values, BlockIndex(*index), bias, activation, flat, None, packed)
+    bias = _native_bias(bias, x)
+    native.forward(_rows(x), values.contiguous(), BlockIndex(*index), bias, activation, flat, None, packed)
     return y
 
 

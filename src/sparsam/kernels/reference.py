@@ -10,7 +10,16 @@ import torch.nn.functional as F
 
 from sparsam.kernels.index import BlockIndex, blocks_from_dense, dense_from_blocks
 
-__all__ = ["activate", "activation_gradient", "attention", "backward", "block_mean", "forward", "scores"]
+__all__ = [
+    "activate",
+    "activation_gradient",
+    "attention",
+    "backward",
+    "block_mean",
+    "dense_gradient",
+    "forward",
+    "scores",
+]
 
 _SQRT_HALF = 0.5**0.5
 _INV_SQRT_2PI = 0.3989422804014327
@@ -95,7 +104,17 @@ def scores(
 ) -> torch.Tensor:
     """Mean |dense weight gradient| of every (rows, cols) block: float32 (RB, CB). Padding is not averaged over."""
     grad = activation_gradient(grad, pre, activation)
-    return block_mean((grad.mT @ x).float().abs(), rows, cols)
+    return block_mean(dense_gradient(grad, x).float().abs(), rows, cols)
+
+
+def dense_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient (N, K) of the dense weight for grad (T, N) and x (T, K), in float32 or wider.
+
+    Narrow operands are widened first: rounding the sums over tokens would make ties of what growth has to rank.
+    """
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    product: torch.Tensor = grad.to(wide).mT @ x.to(wide)
+    return product
 
 
 def block_mean(dense: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
