@@ -266,8 +266,10 @@ def test_frozen_rows_are_the_same_rows(autocast):
         lambda sparse: sparse.load_state_dict(sparse.state_dict() | {"values": 2 * sparse.values.detach()}),
         lambda sparse: sparse.double().float(),
         lambda sparse: sparse.train(),
+        lambda sparse: sparse.rewire(~sparse.topology | sparse.topology.flip(0)),
+        lambda sparse: (sparse.block_col.sub_(1).remainder_(2), sparse.rebuild_index()),
     ],
-    ids=["load", "move", "train"],
+    ids=["load", "move", "train", "rewire", "address"],
 )  # fmt: skip
 def test_no_pack_outlives_the_weights_it_was_made_of(change):
     sparse, _ = made("11/01", shape=(4, 6))
@@ -277,6 +279,42 @@ def test_no_pack_outlives_the_weights_it_was_made_of(change):
         sparse(x)
         change(sparse)
         torch.testing.assert_close(sparse(x), sparse.to_dense()(x))
+
+
+@pytest.mark.skipif(len(cpu.available_isas()) < 2, reason="one instruction set")
+def test_a_frozen_layer_packs_again_for_another_instruction_set():
+    sparse = SparseLinear.from_dense(nn.Linear(96, 64), torch.ones(2, 3, dtype=torch.bool), Block(32, 32)).eval()
+    x, before = torch.randn(2, 96), cpu.current_isa()
+    sparse.freeze()
+    try:
+        with torch.no_grad():
+            for isa in (before, *cpu.available_isas(), before):
+                cpu.set_isa(isa)
+                torch.testing.assert_close(sparse(x), sparse.to_dense()(x), rtol=1e-4, atol=1e-5)
+    finally:
+        cpu.set_isa(before)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no kernel")
+def test_frozen_float64_is_left_alone_by_autocast():
+    sparse, _ = made()
+    sparse.double().eval().freeze()
+    x = torch.randn(2, 9, dtype=torch.float64)
+    with torch.no_grad():
+        wanted = sparse.to_dense()(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = sparse(x)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_an_attribute_of_a_plain_layer_is_not_its_activation():
+    """Whoever calls their own note `activation` applies it outside of the layer."""
+    dense = nn.Linear(9, 4)
+    dense.activation = "gelu"
+    sparse = SparseLinear.from_dense(dense, torch.ones(2, 3, dtype=torch.bool), DENSE)
+    assert sparse.activation == "none"
+    x = torch.randn(5, 9)
+    torch.testing.assert_close(sparse(x), dense(x))
 
 
 def test_frozen_refuses_to_train():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsam.kernels.index import BlockIndex, blocks_from_dense, build_index, dense_from_blocks
-from sparsam.kernels.ops import block_linear, pack, packed_block_linear
+from sparsam.kernels.ops import backend, block_linear, pack, packed_block_linear
 from sparsam.kernels.reference import activate
 from sparsam.sparse.patterns import Block
 
@@ -43,7 +43,8 @@ class SparseLinear(nn.Module):
     """act(x W^T + bias) where only some blocks of W exist, are stored, trained and computed.
 
     The parameter `values` (S, R, C) holds the blocks; `block_row` and `block_col` (int32, S) say where each slot's
-    block is. A slot never moves and their number never changes: a rewire gives a slot a new address.
+    block is. A slot never moves and their number never changes: a rewire gives a slot a new address. Built directly,
+    values and bias start at zero; `from_dense` brings those of a dense layer.
 
     Args:
         in_features: K.
@@ -101,12 +102,12 @@ class SparseLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.register_buffer("block_row", torch.cat([row, dead]).int().to(device))
         self.register_buffer("block_col", torch.cat([col, dead]).int().to(device))
+        self._packed: dict[tuple[torch.dtype, str], torch.Tensor | None] | None = None
         for name in ("row_start", "row_slots", "col_start", "col_slots"):
             self.register_buffer(name, torch.empty(0, dtype=torch.int32), persistent=False)
         self.rebuild_index()
         self.probe: torch.Tensor | None = None
         self.attached = False
-        self._packed: dict[torch.dtype, torch.Tensor | None] | None = None
 
     @classmethod
     def from_dense(
@@ -125,7 +126,7 @@ class SparseLinear(nn.Module):
             topology,
             pattern,
             bias=linear.bias is not None,
-            activation=getattr(linear, "activation", "none"),
+            activation=linear.activation if isinstance(linear, ActivatedLinear) else "none",
             slots=slots,
             product=product,
             device=linear.weight.device,
@@ -242,20 +243,25 @@ class SparseLinear(nn.Module):
             self.unfreeze()
         return super().train(mode)
 
-    def _frozen_forward(self, x: torch.Tensor, packs: dict[torch.dtype, torch.Tensor | None]) -> torch.Tensor:
+    def _frozen_forward(
+        self, x: torch.Tensor, packs: dict[tuple[torch.dtype, str], torch.Tensor | None]
+    ) -> torch.Tensor:
         if torch.is_grad_enabled() and (x.requires_grad or self.values.requires_grad):
             raise ValueError("SparseLinear: frozen for inference. Call it under torch.no_grad(), or unfreeze() first.")
-        if torch.is_autocast_enabled(x.device.type):
+        # as block_linear does: the pack is of the type that the product runs in
+        if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if x.dtype not in packs:
-            packs[x.dtype] = pack(self.values, self.index, self.in_features, self.out_features, x.dtype)
-        packed = packs[x.dtype]
+        kind = x.dtype, _instruction_set()
+        if kind not in packs:
+            packs[kind] = pack(self.values, self.index, self.in_features, self.out_features, x.dtype)
+        packed = packs[kind]
         if packed is None:
             return block_linear(x, self.values, self.index, self.out_features, self.bias, self.activation)
         return packed_block_linear(x, packed, self.values, self.index, self.out_features, self.bias, self.activation)
 
     def rebuild_index(self) -> None:
         """Sorts the slots again, for whoever has written to `block_row` and `block_col`."""
+        self._drop_packs()
         rebuilt = build_index(self.block_row, self.block_col, *self.grid)
         for name in ("row_start", "row_slots", "col_start", "col_slots"):
             old, new = getattr(self, name), getattr(rebuilt, name)
@@ -290,7 +296,6 @@ class SparseLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         # load_state_dict(assign=True) takes any integer type as it comes
         self.block_row, self.block_col = self.block_row.int().contiguous(), self.block_col.int().contiguous()
-        self._drop_packs()
         self.rebuild_index()
 
     def _has_places(self, row: torch.Tensor, col: torch.Tensor) -> bool:
@@ -321,3 +326,8 @@ class SparseLinear(nn.Module):
         extra += "" if self.product == "kernel" else ", product=dense"
         sparsity = "?" if self.block_row.is_meta else f"{1 - self.density:.3f}"
         return f"{self.in_features}, {self.out_features}, {self.pattern}, sparsity={sparsity}{extra}"
+
+
+@torch.compiler.assume_constant_result
+def _instruction_set() -> str:
+    return backend()
