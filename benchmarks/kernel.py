@@ -4,7 +4,7 @@
 
 A step is forward, input gradient and weight gradient; the sparse one packs its weights in every call. Dense is the
 fastest of eager, compiled, and a forward with pre-packed weights followed by the faster of the two backwards. The limit
-of a ratio is 1 / density: nothing but the products of live blocks. Rows 1 to 16 are inference, both sides packed before.
+of a ratio is 1 / density: nothing but products of live blocks. Rows 1 to 16 are inference, both sides packed before.
 """
 
 from __future__ import annotations

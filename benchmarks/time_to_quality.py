@@ -27,9 +27,11 @@ from typing import Any
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
+import torch._dynamo
 from harness import parse, write
 
 import sparsam as sp
+from sparsam.measure.heap import keep_heap
 from sparsam.tasks.gpt import GPT
 from sparsam.tasks.language import Batches, Corpus, loss_of, read_corpus, validation_batches
 
@@ -167,12 +169,13 @@ def main() -> None:
         tune_minutes={"type": float, "default": 3.0},
         seeds={"type": int, "nargs": "+", "default": [0, 1, 2]},
         rows={"type": Path, "default": None, "help": "finished runs, read and added to"},
-        hold={"type": Path, "default": None, "help": "wait between turns while this file exists"},
         eager={"action": "store_true", "help": "no torch.compile, for either side"},
         only={"choices": ["tune", "pairs", "widths"], "default": None, "help": "one stage only"},
     )
     if arguments.quick:
         arguments.minutes, arguments.tune_minutes, arguments.seeds, arguments.eager = 0.2, 0.05, [0], True
+    keep_heap()  # for all contenders alike
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     corpus = read_corpus()
     print(corpus, file=sys.stderr)
     log = Log(arguments.rows)
@@ -200,7 +203,8 @@ def tune(kinds: list[Contender], corpus: Corpus, arguments: argparse.Namespace, 
         best = min(rows, key=lambda row: row["curve"][-1][2])
         tuned[kind.kind] = best["rate"]
         found = ", ".join(f"{row['rate']:g} -> {row['curve'][-1][2]:.4f}" for row in rows)
-        print(f"{kind.kind}: {found}", flush=True)
+        edge = " (at the edge of the grid)" if best["rate"] in (GRID[0], GRID[-1]) else ""
+        print(f"{kind.kind}: {found}; {best['rate']:g}{edge}", flush=True)
     return tuned
 
 
@@ -209,6 +213,7 @@ def compete(
 ) -> list[dict[str, Any]]:
     """Trains contenders by turns until each has had its time; runs that the log holds already are not repeated."""
     new = [one for one in contenders if one.key not in log.done]
+    torch._dynamo.reset()
     runs = [Run(one, corpus, compiled=not arguments.eager) for one in new]
     windows = 16 if arguments.quick else 128
     gap = contenders[0].minutes  # seconds between evaluations: sixty of them in a run
@@ -216,8 +221,6 @@ def compete(
     while any(run.progress < 1 for run in runs):
         for reached in steps_of(due - gap, due, turn):
             for run in runs:
-                while arguments.hold is not None and arguments.hold.exists():
-                    time.sleep(0.5)
                 run.train(until=reached)
         for run in runs:
             run.evaluate(windows)
@@ -294,7 +297,9 @@ def summarise(rows: list[dict[str, Any]], widths: list[dict[str, Any]]) -> dict[
     for kind in dict.fromkeys(row["kind"] for row in rows if row["kind"] != "dense"):
         ratios = [time_ratio(row, dense[row["seed"]]) for row in rows if row["kind"] == kind]
         print(f"{kind}: time to the dense twin's final loss, per seed: {', '.join(f'{value:.3f}' for value in ratios)}")
-        summary[kind.removesuffix(" %").replace(" ", "_")] = statistics.fmean(ratios)
+        mean = statistics.fmean(ratios)
+        # a seed that never got there leaves no number to average
+        summary[kind.removesuffix(" %").replace(" ", "_")] = mean if math.isfinite(mean) else None
     summary = {
         "best_time_ratio": min((value for value in summary.values() if value is not None), default=None),
         **summary,
@@ -303,7 +308,8 @@ def summarise(rows: list[dict[str, Any]], widths: list[dict[str, Any]]) -> dict[
         best = min([*widths, dense[min(dense)]], key=lambda row: smoothed(row["curve"])[-1][1])
         sparse = [row for row in rows if row["kind"] != "dense" and row["seed"] == best["seed"]]
         summary["best_dense_width"] = float(best["width"])
-        summary["ratio_to_best_dense_width"] = min(time_ratio(row, best) for row in sparse)
+        against = min(time_ratio(row, best) for row in sparse)
+        summary["ratio_to_best_dense_width"] = against if math.isfinite(against) else None
     return summary
 
 

@@ -18,11 +18,14 @@ from typing import Any
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for tensors: both sides gain, the sparse one more
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from harness import parse, write
 
 import sparsam as sp
+from sparsam.kernels import scratch_bytes
 from sparsam.measure.clock import Ratio, interleaved, ratio
+from sparsam.measure.heap import keep_heap
 from sparsam.measure.memory import training_bytes
 from sparsam.tasks.gpt import GPT
 
@@ -40,6 +43,9 @@ class Size:
 def main() -> None:
     arguments = parse(__doc__)
     repeats = 3 if arguments.quick else 15
+    keep_heap()  # for all contenders alike
+    # a model that silently fell back to eager would count as compiled, with no recompiles
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     cases = [(Size(512, 6, 8), (0.1, 0.2)), (Size(1024, 4, 16), (0.1,))]
     rows: list[dict[str, Any]] = []
     for size, densities in cases[: 1 if arguments.quick else None]:
@@ -65,6 +71,7 @@ def measure(
     size: Size, densities: tuple[float, ...], repeats: int, compiled: bool, plain: bool
 ) -> list[dict[str, Any]]:
     """One row per density, all contenders of this size timed round-robin."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPT(size.layers, size.width, size.heads, TOKENS)
     tokens = torch.randint(256, (BATCH, TOKENS + 1))
@@ -114,7 +121,7 @@ def measure(
                 "all_ms": {name: timing.median_ms for name, timing in timings.items()},
                 "sparse_bytes": kept,
                 "bytes_share_of_dense": kept / whole,
-                "packed_bytes": 0,  # weights are packed into scratch memory inside each call and kept nowhere
+                "packed_bytes": scratch_bytes(),  # the kernels' scratch memory of all threads: packs, panels, sums
                 "recompiles": recompiles(session, steps[f"{density} {way}"]) if way == "compiled" else 0,
             }
         )
