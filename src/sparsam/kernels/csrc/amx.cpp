@@ -49,7 +49,8 @@ Weights take_weights(const Direction& d, Cursor& cursor) {
   return {tiles, cursor.take<int32_t>(d.all_steps())};
 }
 void pack_share(const Direction& d, const Weights& w, int id, int count) {
-  pack_weights(d, d.live() * id / count, d.live() * (id + 1) / count, const_cast<char*>(w.tiles), const_cast<int32_t*>(w.panel));
+  const int64_t first = d.live() * id / count, last = d.live() * (id + 1) / count;
+  pack_weights(d, first, last, const_cast<char*>(w.tiles), const_cast<int32_t*>(w.panel));
 }
 
 void widen_bias(const void* bias, int32_t dtype, int64_t features, float* out) {
@@ -169,7 +170,8 @@ int32_t backward(const sparsam_layer* layer, int32_t dtype, int64_t tokens, cons
   Panels panels = {};
   float *column_sums = nullptr, *sums = nullptr;
   char *left = nullptr, *right = nullptr;
-  const int64_t left_panel = chunk * 32 + 64, left_bytes = left_panel * o.narrow_panels, right_bytes = chunk * kPairedFeatures * 2;
+  const int64_t left_panel = chunk * 32 + 64, left_bytes = left_panel * o.narrow_panels;
+  const int64_t right_bytes = chunk * kPairedFeatures * 2;
   if (!lay_out([&](Cursor& cursor) {
         if (dx) weights = take_weights(back, cursor);
         if (packs) panels = gradient_panels(back, cut, all_chunks ? cut.chunks : threads, cursor);
@@ -197,8 +199,8 @@ int32_t backward(const sparsam_layer* layer, int32_t dtype, int64_t tokens, cons
       for (int64_t c = cut.chunks * id / count; c < cut.chunks * (id + 1) / count; ++c) {
         const int64_t t0 = c * cut.tokens, rows = smaller(cut.tokens, tokens - t0);
         char* chunk_data = panels.data + (all_chunks ? c : id) * panels.chunk_bytes;
-        pack_gradient(activation, panels, g + t0 * ldg, ldg, z ? z + t0 * features : nullptr, features, rows, round_up(rows, 64),
-                      chunk_data, my_sums);
+        pack_gradient(activation, panels, g + t0 * ldg, ldg, z ? z + t0 * features : nullptr, features, rows,
+                      round_up(rows, 64), chunk_data, my_sums);
         if (dx && !cut.by_columns)
           product(back, weights, {chunk_data, panels.panel_bytes, back.reach * 2}, out, t0, rows, 0, back.pairs, false);
       }
@@ -232,7 +234,8 @@ int32_t backward(const sparsam_layer* layer, int32_t dtype, int64_t tokens, cons
     _tile_release();
     if (by_tokens) {
       wait_for_all(count);
-      reduce_gradient(o, sums, smaller(count, divide_up(tokens, share)), o.d.live() * id / count, o.d.live() * (id + 1) / count, dvalues);
+      const int64_t copies = smaller(count, divide_up(tokens, share));  // a thread without tokens has no sums
+      reduce_gradient(o, sums, copies, o.d.live() * id / count, o.d.live() * (id + 1) / count, dvalues);
     }
   });
   return SPARSAM_OK;
