@@ -132,25 +132,7 @@ class Library:
         dbias: torch.Tensor | None,
     ) -> None:
         """Writes the gradients that are asked for: dx (T, K), dvalues (S, R, C), dbias (N) float32."""
-        layer = _layer(values, index, x.shape[1], grad.shape[1])
-        _check(
-            self.c.sparsam_backward(
-                ctypes.byref(layer),
-                _int32(_DTYPES[grad.dtype]),
-                _int64(grad.shape[0]),
-                _at(grad),
-                _int64(grad.stride(0)),
-                _at(x),
-                _int64(x.stride(0)),
-                _at(pre),
-                _int32(ACTIVATIONS.index(activation)),
-                _at(dx),
-                _at(dvalues),
-                _at(dbias),
-                _int32(threads()),
-            ),
-            "backward",
-        )
+        self._gradient("backward", grad, x, values, index, pre, activation, (dx, dvalues, dbias))
 
     def scores(
         self,
@@ -163,23 +145,35 @@ class Library:
         scores: torch.Tensor,
     ) -> None:
         """Writes the mean |dense gradient| of every block to scores (RB, CB) float32."""
+        self._gradient("scores", grad, x, values, index, pre, activation, (scores,))
+
+    def _gradient(
+        self,
+        name: str,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        values: torch.Tensor,
+        index: BlockIndex,
+        pre: torch.Tensor | None,
+        activation: str,
+        results: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Calls sparsam_backward or sparsam_scores, which take the same operands and differ in what they write."""
         layer = _layer(values, index, x.shape[1], grad.shape[1])
-        _check(
-            self.c.sparsam_scores(
-                ctypes.byref(layer),
-                _int32(_DTYPES[grad.dtype]),
-                _int64(grad.shape[0]),
-                _at(grad),
-                _int64(grad.stride(0)),
-                _at(x),
-                _int64(x.stride(0)),
-                _at(pre),
-                _int32(ACTIVATIONS.index(activation)),
-                _at(scores),
-                _int32(threads()),
-            ),
-            "scores",
+        status = getattr(self.c, f"sparsam_{name}")(
+            ctypes.byref(layer),
+            _int32(_DTYPES[grad.dtype]),
+            _int64(grad.shape[0]),
+            _at(grad),
+            _int64(grad.stride(0)),
+            _at(x),
+            _int64(x.stride(0)),
+            _at(pre),
+            _int32(ACTIVATIONS.index(activation)),
+            *map(_at, results),
+            _int32(threads()),
         )
+        _check(status, name)
 
     def pack(
         self, values: torch.Tensor, index: BlockIndex, in_features: int, out_features: int, dtype: torch.dtype
