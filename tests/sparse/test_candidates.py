@@ -54,7 +54,10 @@ def test_a_masked_layer_that_is_reparametrised_later_is_named() -> None:
     sp.sparsify(model, sp.Unstructured(), 0.5)
     nn.utils.parametrizations.weight_norm(model[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="expected the masked weight to be a parameter, but it was reparametrised"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected the sparse weight to be a parameter, but WeightNorm replaced it after sparsify\. Undo",
+    ):
         sp.Session(model, optimizer, [sp.SparseTraining(sp.static())])
 
 

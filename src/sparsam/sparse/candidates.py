@@ -8,22 +8,21 @@ from typing import Literal, Protocol
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from sparsam.select import select
 from sparsam.sparse.allocation import Allocation
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
-from sparsam.sparse.masked import MASKABLE, masked_weights
-from sparsam.sparse.patterns import Block, Pattern
+from sparsam.sparse.masked import maskable, masked_weights, reparametrised
+from sparsam.sparse.patterns import Block, Pattern, Unstructured
 from sparsam.sparse.table import LayerRow, SparsityTable
 from sparsam.sparse.views import stateless_uniform
 
-__all__ = ["Candidate", "LinearProfile", "Options", "decide", "places", "table_of"]
+__all__ = ["Candidate", "LinearProfile", "Options", "decide", "places", "read_by_attention", "table_of"]
 
 # Last names of modules that turn features into answers: sparse ones cost quality and save little.
 _HEADS = ("head", "lm_head", "classifier", "score", "output", "fc_out")
-# How torch.nn.utils.weight_norm and spectral_norm name the parts of a weight: its ending, and what stands beside it.
-_REPARAMETRISED = (("_v", "_g"), ("_orig", "_u"))
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class LinearTiming(Protocol):
@@ -160,7 +159,8 @@ def decide(model: nn.Module, pattern: Pattern, density: float, options: Options)
         elif not included.intersection(candidate.names):
             candidate.reason = "not included"
         else:
-            candidate.reason = _obstacle(candidate, pattern, options, is_model=candidate.module is model)
+            is_read = read_by_attention(model, candidate.module)
+            candidate.reason = _obstacle(candidate, pattern, options, candidate.module is model, is_read)
         if not candidate.reason:
             wanted.append(candidate)
     if not wanted:
@@ -225,39 +225,59 @@ def _candidates(model: nn.Module) -> list[Candidate]:
     return list(by_weight.values())
 
 
-def _obstacle(candidate: Candidate, pattern: Pattern, options: Options, is_model: bool) -> str:
+def _obstacle(candidate: Candidate, pattern: Pattern, options: Options, is_model: bool, is_read: bool) -> str:
     """Why a weight stays dense, or nothing."""
     kinds = ", ".join(dict.fromkeys(type(module).__name__ for module, _ in candidate.owners))
     modules = [module for module, _ in candidate.owners]
-    if any(masked_weights(module) or isinstance(module, SparseLinear) for module in modules):
-        return "sparse already"
     for module, weight_name in candidate.owners:
-        old_style = any(hasattr(module, weight_name.removesuffix(end) + mark) for end, mark in _REPARAMETRISED)
-        if isinstance(module, parametrize.ParametrizationList) or old_style:
-            return "reparametrised (weight_norm or spectral_norm): remove that first"
-        maskable = next((names for kind, names in MASKABLE.items() if isinstance(module, kind)), ())
-        if weight_name not in maskable:
-            return f"{kinds} stays dense"
-        if isinstance(module, nn.Embedding) and module.sparse:
-            return "embedding with sparse gradients: build it with sparse=False"
-    if any(isinstance(module, nn.Embedding) for module in modules):
+        if obstacle := _no_storage(module, weight_name, pattern):
+            return obstacle
+    if any(isinstance(module, _EMBEDDINGS) for module in modules):
         if not options.embeddings:
             return "embedding"
     elif not options.heads and any(name.rsplit(".", 1)[-1] in _HEADS for name in candidate.names):
         return "output head"
-    to_compact = isinstance(pattern, Block) and options.storage != "masked"
-    if to_compact and is_model:
-        return "the model is this layer itself: put it into nn.Sequential, or use storage='masked'"
-    if options.storage == "compact" and len(candidate.owners) > 1:
-        return f"tied with {', '.join(candidate.tied)}: masked storage only"
-    if to_compact and len(candidate.owners) == 1 and type(candidate.module) not in (nn.Linear, ActivatedLinear):
-        return f"{kinds} has a forward of its own: masked storage only"
-    if to_compact and _hooks(candidate.module):
-        return "has hooks, which a layer in its place would lose: remove them, or use storage='masked'"
+    if isinstance(pattern, Block) and options.storage != "masked":
+        if not all(isinstance(module, (nn.Linear, *_EMBEDDINGS)) for module in modules):
+            return f"{kinds} has no compact storage: masked storage only, which saves no time"
+        if is_model:
+            return "the model is this layer itself: put it into nn.Sequential, or use storage='masked'"
+        if options.storage == "compact" and len(candidate.owners) > 1:
+            return f"tied with {', '.join(candidate.tied)}: masked storage only"
+        if len(candidate.owners) == 1 and type(candidate.module) not in (nn.Linear, ActivatedLinear):
+            return f"{kinds} has a forward of its own: masked storage only"
+        if is_read:
+            return "MultiheadAttention reads its weight and never calls it: masked storage only"
+        if _hooks(candidate.module):
+            return "has hooks, which a layer in its place would lose: remove them, or use storage='masked'"
     down, across = pattern.grid(candidate.shape)
     if down * across < 4:
         return f"fewer than 4 units of {pattern}"
     return ""
+
+
+def _no_storage(module: nn.Module, weight_name: str, pattern: Pattern) -> str:
+    """Why no storage takes a weight, or nothing."""
+    if who := reparametrised(module, weight_name):
+        return f"reparametrised by {who}: remove that first"
+    sparse = (buffer.weight_name for buffer in masked_weights(module))
+    if isinstance(module, SparseLinear) or weight_name in sparse:
+        return "sparse already"
+    if not maskable(module, weight_name):
+        return f"{weight_name} of {type(module).__name__} stays dense"
+    weight = module.get_parameter(weight_name)
+    if not weight.is_floating_point():
+        return f"weight of {weight.dtype}: expected floating point"
+    if isinstance(module, _EMBEDDINGS) and module.sparse:
+        return "embedding with sparse gradients: build it with sparse=False"
+    if isinstance(module, _TRANSPOSED) and not isinstance(pattern, Unstructured):
+        return f"{type(module).__name__} keeps (in, out) channels, where {pattern} expects (out, in): Unstructured only"
+    return ""
+
+
+def read_by_attention(model: nn.Module, module: nn.Module) -> bool:
+    """Whether an attention module reads this layer's weight without calling it: a compact layer would not train."""
+    return any(isinstance(parent, nn.MultiheadAttention) for parent, _ in places(model, module))
 
 
 def _hooks(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sparsam.sparse.allocation import Allocation, uniform
-from sparsam.sparse.candidates import Candidate, LinearProfile, Options, decide, places, table_of
+from sparsam.sparse.candidates import Candidate, LinearProfile, Options, decide, places, read_by_attention, table_of
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
 from sparsam.sparse.masked import TopologyBuffer, add_topology, masked_weights, remove_topology
 from sparsam.sparse.moments import check_optimizer, reset_moments, swap_parameter
@@ -21,6 +21,7 @@ __all__ = ["LinearProfile", "compact", "densify", "freeze", "inspect", "sparsify
 
 # what DistributedDataParallel reads when it wraps a model
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
 
 
 def sparsify(
@@ -55,7 +56,8 @@ def sparsify(
         embeddings: mask embeddings too, and what is tied to them.
         allocation: how density is shared out between layers.
         storage: "compact" keeps active blocks only, "masked" keeps the dense tensor and its zeros, "auto" is compact
-            for blocks and masked for everything else.
+            for blocks and masked for other patterns. Blocks of what has no compact storage (convolutions, attention,
+            recurrent layers, subclasses of nn.Linear) stay dense under "auto": masked ones would save no time.
         sparse_fan_in: for untrained weights: multiply by density^-0.5, which keeps the outputs' variance.
         headroom: share of further slots in compact storage, for methods that move density between layers.
         profile: a measured device profile; needs `tokens`.
@@ -158,7 +160,8 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     """Masked block layers become compact, compact ones lose their dead slots; the optimiser's state moves along.
 
     This makes new Parameters, so it belongs outside DDP, FSDP and torch.compile, and a session is detached before.
-    Tied weights stay masked: compact storage would part them.
+    Tied weights stay masked: compact storage would part them. So do layers that are not plain nn.Linear, and one that
+    attention reads without calling it.
     """
     _refuse_wrapped(model, "compact")
     _refuse_held(model, "compact")
@@ -171,7 +174,8 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
             convert = _through_dense(module.scatter, smaller.gather)
         elif type(module) in (nn.Linear, ActivatedLinear) and (buffer := _only_block(module)) is not None:
             old = buffer.parameter
-            if sum(any(held is old for held in other._parameters.values()) for other in model.modules()) > 1:
+            ties = sum(any(held is old for held in other._parameters.values()) for other in model.modules())
+            if ties > 1 or read_by_attention(model, module):
                 continue
             assert isinstance(buffer.pattern, Block)
             smaller = SparseLinear.from_dense(module, buffer.topology, buffer.pattern)  # type: ignore[arg-type]
@@ -301,9 +305,11 @@ def _refuse_held(model: nn.Module, verb: str) -> None:
 
 
 def _refuse_wrapped(model: nn.Module, verb: str) -> None:
-    kind = type(model).__name__
-    if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule") or kind.startswith("FSDP"):
-        raise ValueError(
-            f"{verb}: expected the plain model, got it wrapped in {kind}. "
-            f"Call {verb} first, then build the optimiser, then wrap or compile."
-        )
+    # inside too: what was compiled goes on with the layers that it has seen
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in _WRAPPERS or kind.startswith("FSDP"):
+            raise ValueError(
+                f"{verb}: expected the plain model, got {name or 'it'} wrapped in {kind}. "
+                f"Call {verb} first, then build the optimiser, then wrap or compile."
+            )

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.session import Rewire
 from sparsam.sparse.layers import SparseLinear
-from sparsam.sparse.masked import TopologyBuffer, masked_weights
+from sparsam.sparse.masked import TopologyBuffer, masked_weights, plain_parameter
 from sparsam.sparse.patterns import Pattern
 
 __all__ = ["CompactWeight", "MaskedWeight", "SparseWeight", "sparse_weights"]
@@ -100,7 +100,7 @@ class SparseWeight(ABC):
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.module.get_parameter(self.parameter_name)
+        return plain_parameter(self.module, self.parameter_name)
 
     def apply(self, topology: torch.Tensor) -> Rewire | None:
         """Rewires when the topology is a new one and says what changed."""
