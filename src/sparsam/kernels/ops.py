@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sparsam.kernels import cpu, reference
+from sparsam.kernels import cpu, csr, reference
 from sparsam.kernels.checks import check_linear, refuse_second_order
 from sparsam.kernels.index import BlockIndex
 
@@ -151,6 +151,8 @@ def _forward_cpu(
     native = _native(x, values)
     if native is None:
         return _forward_reference(x, values, bias, probe, *rest)
+    if csr.fits(x, values):
+        return _forward_reference(x, values, bias, probe, *rest, forward=csr.forward)
     *index, out_features, activation, keep_pre = rest
     y = x.new_empty(*x.shape[:-1], out_features)
     pre = torch.empty_like(y) if keep_pre else x.new_empty(0)
@@ -172,9 +174,10 @@ def _forward_reference(
     bias: torch.Tensor | None,
     probe: torch.Tensor | None,
     *rest: Any,
+    forward: Callable[..., Any] = reference.forward,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *index, out_features, activation, keep_pre = rest
-    y, pre = reference.forward(_rows(x), values, BlockIndex(*index), out_features, bias, activation)
+    y, pre = forward(_rows(x), values, BlockIndex(*index), out_features, bias, activation)
     shape = (*x.shape[:-1], out_features)
     # an operator may not return one tensor twice
     return y.reshape(shape), pre.reshape(shape) if keep_pre else x.new_empty(0)
@@ -201,6 +204,8 @@ def _backward_cpu(
     native = _native(x, values)
     if native is None:
         return _backward_reference(grad, x, values, pre, *rest)
+    if csr.fits(x, values):
+        return _backward_reference(grad, x, values, pre, *rest, backward=csr.backward)
     *index, activation, need_dx, need_dvalues, need_dbias = rest
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
     dvalues = torch.empty_like(values, memory_format=torch.contiguous_format) if need_dvalues else x.new_empty(0)
@@ -220,11 +225,16 @@ def _backward_cpu(
 
 
 def _backward_reference(
-    grad: torch.Tensor, x: torch.Tensor, values: torch.Tensor, pre: torch.Tensor, *rest: Any
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    values: torch.Tensor,
+    pre: torch.Tensor,
+    *rest: Any,
+    backward: Callable[..., Any] = reference.backward,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *index, activation, need_dx, need_dvalues, need_dbias = rest
     saved = None if activation == "none" else _rows(pre)
-    dx, dvalues, dbias = reference.backward(_rows(grad), _rows(x), values, BlockIndex(*index), saved, activation)
+    dx, dvalues, dbias = backward(_rows(grad), _rows(x), values, BlockIndex(*index), saved, activation)
     none = x.new_empty(0)
     return (
         dx.reshape(x.shape) if need_dx else none,
