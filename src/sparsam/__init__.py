@@ -5,6 +5,7 @@ from sparsam.rate import LearningRate
 from sparsam.schedules import constant, cosine, cubic, limit_rate, linear, stages, warm_up
 from sparsam.select import select
 from sparsam.session import Part, Rewire, Session
+from sparsam.sparse.adapter import apply_topology, merge_adapter
 from sparsam.sparse.allocation import erdos_renyi, uniform
 from sparsam.sparse.average import MovingAverage
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
@@ -37,6 +38,7 @@ __all__ = [
     "SparsityTable",
     "Unstructured",
     "__version__",
+    "apply_topology",
     "compact",
     "constant",
     "cosine",
@@ -49,6 +51,7 @@ __all__ = [
     "limit_rate",
     "linear",
     "magnitude",
+    "merge_adapter",
     "needs_gradient",
     "random",
     "rigl",
