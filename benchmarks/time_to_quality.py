@@ -36,7 +36,7 @@ from sparsam.tasks.gpt import GPT
 from sparsam.tasks.language import Batches, Corpus, loss_of, read_corpus, validation_batches
 
 BATCH, TOKENS = 16, 256
-GRID = (7e-4, 1.5e-3, 3e-3)
+GRID = (7e-4, 1.5e-3, 3e-3, 6e-3)
 WIDTHS = {256: 6, 384: 6, 768: 6, 1024: 4}  # dense models to choose the best from, width -> layers
 SMOOTH = 3  # evaluations in the running mean
 TURN_SECONDS = 5.0
@@ -69,10 +69,10 @@ class Contender:
         return json.dumps(asdict(self), sort_keys=True)
 
 
-SPARSE = (
-    Contender("sparse 80 %", 0.0, 0, 0.0, density=0.2, decay_by=0.5),
-    Contender("sparse 90 %", 0.0, 0, 0.0, density=0.1, decay_by=0.5),
-)
+SPARSE = {
+    "80": Contender("sparse 80 %", 0.0, 0, 0.0, density=0.2, decay_by=0.5),
+    "90": Contender("sparse 90 %", 0.0, 0, 0.0, density=0.1, decay_by=0.5),
+}
 
 
 @dataclass
@@ -165,6 +165,7 @@ class Run:
 def main() -> None:
     arguments = parse(
         __doc__,
+        sparse={"nargs": "+", "choices": [*SPARSE], "default": [*SPARSE], "help": "sparse contenders"},
         minutes={"type": float, "default": 15.0},
         tune_minutes={"type": float, "default": 3.0},
         seeds={"type": int, "nargs": "+", "default": [0, 1, 2]},
@@ -180,12 +181,11 @@ def main() -> None:
     print(corpus, file=sys.stderr)
     log = Log(arguments.rows)
     dense = Contender("dense", 0.0, 0, 0.0)
-    tuned = tune([dense, *SPARSE], corpus, arguments, log)
+    kinds = [dense, *(SPARSE[name] for name in arguments.sparse)]
+    tuned = tune(kinds, corpus, arguments, log)
     rows: list[dict[str, Any]] = []
     for seed in arguments.seeds if arguments.only != "tune" else ():
-        rows += compete(
-            [place(one, tuned[one.kind], seed, arguments.minutes) for one in (dense, *SPARSE)], corpus, arguments, log
-        )
+        rows += compete([place(one, tuned[one.kind], seed, arguments.minutes) for one in kinds], corpus, arguments, log)
     widths = []
     if not arguments.quick and arguments.only in (None, "widths"):
         others = [Contender("dense", 0.0, 0, 0.0, width=width, layers=layers) for width, layers in WIDTHS.items()]
@@ -199,7 +199,7 @@ def tune(kinds: list[Contender], corpus: Corpus, arguments: argparse.Namespace, 
     tuned = {}
     for kind in kinds:
         grid = [place(kind, rate, 0, arguments.tune_minutes) for rate in GRID]
-        rows = compete(grid, corpus, arguments, log)
+        rows = compete(grid, corpus, arguments, log, evaluations=6)
         best = min(rows, key=lambda row: row["curve"][-1][2])
         tuned[kind.kind] = best["rate"]
         found = ", ".join(f"{row['rate']:g} -> {row['curve'][-1][2]:.4f}" for row in rows)
@@ -209,14 +209,14 @@ def tune(kinds: list[Contender], corpus: Corpus, arguments: argparse.Namespace, 
 
 
 def compete(
-    contenders: list[Contender], corpus: Corpus, arguments: argparse.Namespace, log: Log
+    contenders: list[Contender], corpus: Corpus, arguments: argparse.Namespace, log: Log, evaluations: int = 60
 ) -> list[dict[str, Any]]:
     """Trains contenders by turns until each has had its time; runs that the log holds already are not repeated."""
     new = [one for one in contenders if one.key not in log.done]
     torch._dynamo.reset()
     runs = [Run(one, corpus, compiled=not arguments.eager) for one in new]
-    windows = 16 if arguments.quick else 128
-    gap = contenders[0].minutes  # seconds between evaluations: sixty of them in a run
+    windows = 16 if arguments.quick else 64
+    gap = 60 * contenders[0].minutes / evaluations  # seconds of training between evaluations
     turn, due = min(gap, TURN_SECONDS), gap
     while any(run.progress < 1 for run in runs):
         for reached in steps_of(due - gap, due, turn):

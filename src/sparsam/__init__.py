@@ -6,13 +6,26 @@ from sparsam.schedules import constant, cosine, cubic, limit_rate, linear, stage
 from sparsam.select import select
 from sparsam.session import Part, Rewire, Session
 from sparsam.sparse.adapter import apply_topology, merge_adapter
-from sparsam.sparse.allocation import erdos_renyi, uniform
+from sparsam.sparse.allocation import by_sensitivity, erdos_renyi, global_, uniform
 from sparsam.sparse.average import MovingAverage
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
-from sparsam.sparse.methods import DropGrow, Method, rigl, set_, static
+from sparsam.sparse.methods import DropGrow, Method, Resize, Then
 from sparsam.sparse.part import SparseTraining
-from sparsam.sparse.patterns import Block, Pattern, Unstructured
-from sparsam.sparse.scores import gradient, magnitude, needs_gradient, random
+from sparsam.sparse.patterns import NM, Block, Neuron, Pattern, Unstructured
+from sparsam.sparse.published import ac_dc, gmp, granet, rigl, set_, sr_ste, static, taylor_pruning
+from sparsam.sparse.recovery import recovery, recovery_rate
+from sparsam.sparse.scores import (
+    Accumulator,
+    accumulates,
+    fisher,
+    gradient,
+    magnitude,
+    momentum,
+    movement,
+    needs_gradient,
+    random,
+    taylor,
+)
 from sparsam.sparse.sparsify import compact, densify, freeze, inspect, sparsify, unfreeze
 from sparsam.sparse.table import LayerRow, SparsityTable
 from sparsam.sparse.views import LayerView
@@ -20,6 +33,8 @@ from sparsam.sparse.views import LayerView
 __version__ = "0.1.0"
 
 __all__ = [
+    "NM",
+    "Accumulator",
     "ActivatedLinear",
     "Block",
     "DropGrow",
@@ -28,39 +43,56 @@ __all__ = [
     "LearningRate",
     "Method",
     "MovingAverage",
+    "Neuron",
     "Part",
     "Pattern",
     "Precision",
+    "Resize",
     "Rewire",
     "Session",
     "SparseLinear",
     "SparseTraining",
     "SparsityTable",
+    "Then",
     "Unstructured",
     "__version__",
+    "ac_dc",
+    "accumulates",
     "apply_topology",
+    "by_sensitivity",
     "compact",
     "constant",
     "cosine",
     "cubic",
     "densify",
     "erdos_renyi",
+    "fisher",
     "freeze",
+    "global_",
+    "gmp",
     "gradient",
+    "granet",
     "inspect",
     "limit_rate",
     "linear",
     "magnitude",
     "merge_adapter",
+    "momentum",
+    "movement",
     "needs_gradient",
     "random",
+    "recovery",
+    "recovery_rate",
     "rigl",
     "select",
     "set_",
     "sparsify",
+    "sr_ste",
     "stages",
     "static",
-    "uniform",
+    "taylor",
+    "taylor_pruning",
     "unfreeze",
+    "uniform",
     "warm_up",
 ]

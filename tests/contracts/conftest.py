@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ STORAGES = {
     "compact": (sp.Block(4, 4), "compact"),
     "masked blocks": (sp.Block(4, 4), "masked"),
     "masked weights": (sp.Unstructured(), "masked"),
+    "n:m": (sp.NM(2, 4), "masked"),
+    "neurons": (sp.Neuron(), "masked"),
 }
 
 
@@ -72,11 +76,21 @@ class Job:
         self.batches = state["batches"]
         return self
 
-    def check_pattern(self):
-        """Exactly the units that were promised, and not one weight outside them."""
+    def density(self):
+        """Active share of all units, each counted with its weights."""
+        sizes = [math.prod(weight.shape) for weight in self.weights.values()]
+        shares = [weight.topology.float().mean().item() for weight in self.weights.values()]
+        return sum(size * share for size, share in zip(sizes, shares, strict=True)) / sum(sizes)
+
+    def check_pattern(self, counts=True):
+        """Not one weight outside the active units; of these exactly as many as `sparsify` made, unless `counts` says
+        that the method changes their number."""
         rows = {row.name: row for row in self.table.rows}
         for name, weight in self.weights.items():
-            assert int(weight.topology.sum()) == rows[name].active_units
+            assert not counts or int(weight.topology.sum()) == rows[name].active_units
+            if isinstance(weight.pattern, sp.NM) and not weight.topology.all():
+                groups = torch.nn.functional.pad(weight.topology, (0, -weight.topology.shape[1] % 4)).view(-1, 4)
+                assert groups.sum(1).max() <= 2
             active = weight.pattern.expand(weight.topology, weight.dense_shape)
             dense = weight.module.weight.detach()
             assert dense.shape == weight.dense_shape

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsam.sparse.moments import check_optimizer, moments, reset_moments, swap_parameter
+from sparsam.sparse.moments import RetainedMoments, check_optimizer, moments, reset_moments, swap_parameter
 
 
 def stepped(kind, size=4, **options):
@@ -88,3 +88,16 @@ def test_state_of_another_shape_is_refused():
     optimizer.state[parameter]["rows"] = torch.zeros(2)
     with pytest.raises(ValueError, match=r"SGD: expected state 'rows' of shape \(4,\), got \(2,\)"):
         moments(optimizer, parameter)
+
+
+def test_what_was_put_aside_is_given_back_and_nothing_else():
+    retained = RetainedMoments()
+    moments = {"exp_avg": torch.tensor([1.0, 2.0, 3.0])}
+    retained.put_aside("a", moments, torch.tensor([True, True, False]))
+    moments["exp_avg"].zero_()
+    other = RetainedMoments()
+    other.load_state_dict(retained.state_dict())
+    other.give_back("a", moments, torch.tensor([False, True, True]))
+    assert moments["exp_avg"].tolist() == [0.0, 2.0, 0.0]  # the third was never dropped
+    other.give_back("unknown", moments, torch.ones(3, dtype=torch.bool))
+    assert moments["exp_avg"].tolist() == [0.0, 2.0, 0.0]

@@ -238,7 +238,7 @@ class TestRewiring:
         step(model, session, X, Y)
         hash_before = session.state_dict()
         assert not step(model, session, X, Y * float("nan"))
-        assert session.state_dict() == hash_before
+        assert str(session.state_dict()) == str(hash_before)
         assert step(model, session, X, Y)
         assert session.metrics()["topology_updates"] == 1
 
@@ -289,7 +289,7 @@ class TestState:
         resumed.load_state_dict(session.state_dict())
         step(model, session, X, Y, own=False)
         step(other, resumed, X, Y, own=False)
-        assert resumed.state_dict() == session.state_dict()
+        assert str(resumed.state_dict()) == str(session.state_dict())
         assert torch.equal(model[0].weight, other[0].weight)
 
     @every_storage

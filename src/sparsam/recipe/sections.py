@@ -15,7 +15,7 @@ from torch import nn
 
 from sparsam.measure.device_profile import DeviceProfile
 from sparsam.schedules import Schedule, cosine, warm_up
-from sparsam.sparse import methods
+from sparsam.sparse import published
 from sparsam.sparse.allocation import erdos_renyi, uniform
 from sparsam.sparse.methods import Method
 from sparsam.sparse.patterns import Block, Pattern, Unstructured
@@ -132,7 +132,7 @@ class Static(Typed):
         return "the first topology stays"
 
     def build(self, steps: int) -> Method:
-        return methods.static()
+        return published.static()
 
 
 class Rewiring(Typed):
@@ -149,7 +149,7 @@ class Rewiring(Typed):
 
     def build(self, steps: int) -> Method:
         """The method for a training of so many steps; `until` is a share of them."""
-        make = methods.rigl if self.type == "rigl" else methods.set_
+        make = published.rigl if self.type == "rigl" else published.set_
         return make(self.every, self.fraction, self._last(steps))
 
     def _last(self, steps: int) -> int:

@@ -1,44 +1,148 @@
-"""How density is shared out between layers. An allocation is a function of all layers' shapes and the total density."""
+"""How density is shared out between layers. An allocation is a function of all layers and the total density."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
-__all__ = ["Allocation", "erdos_renyi", "uniform"]
+import torch
 
-Allocation = Callable[[Mapping[str, tuple[int, ...]], float], dict[str, float]]
+from sparsam.sparse.scores import (
+    Score,
+    accumulates,
+    accumulators_of,
+    magnitude,
+    needs_gradient,
+    reads_gradient,
+    taylor,
+)
+from sparsam.sparse.views import LayerView
+
+__all__ = ["Allocation", "by_sensitivity", "erdos_renyi", "global_", "uniform"]
+
+Allocation = Callable[[Mapping[str, LayerView], float], dict[str, float]]
 
 
-def uniform(shapes: Mapping[str, tuple[int, ...]], density: float) -> dict[str, float]:
+def uniform(views: Mapping[str, LayerView], density: float) -> dict[str, float]:
     """The same density everywhere."""
-    return dict.fromkeys(shapes, _checked(density))
+    return dict.fromkeys(views, _checked(density))
 
 
-def erdos_renyi(shapes: Mapping[str, tuple[int, ...]], density: float) -> dict[str, float]:
+def erdos_renyi(views: Mapping[str, LayerView], density: float) -> dict[str, float]:
     """Erdos-Renyi-Kernel: a layer's density is proportional to (sum of its dims) / (product of its dims).
 
     Layers that come out above 1 are made dense and the rest is solved again, so the total is met exactly.
 
     Args:
-        shapes: weight shape of each layer.
+        views: the layers; only their shapes count.
         density: active share of all weights of these layers, in (0, 1].
 
     Source: Evci et al. 2020, arXiv:1911.11134, section 3; Mocanu et al. 2018, arXiv:1707.04780.
     """
-    _checked(density)
-    sizes = {name: _product(shape) for name, shape in shapes.items()}
-    raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
-    dense: set[str] = set()
+    raw = {name: sum(view.shape) / view.weights for name, view in views.items()}
+    return _in_proportion(raw, views, _checked(density))
+
+
+def by_sensitivity(score: Score = taylor, power: float = 0.5, floor: float = 0.01) -> Allocation:
+    """Layers whose weights matter more keep more of them: density proportional to (mean score of the layer)^power.
+
+    Args:
+        score: of units; the Taylor score needs gradients, so run a backward before `sparsify`.
+        power: 0 is uniform, 1 follows the score.
+        floor: least density of a layer, in [0, 1].
+    """
+    _checked_floor(floor)
+
+    def allocation(views: Mapping[str, LayerView], density: float) -> dict[str, float]:
+        _checked(density)
+        raw = {}
+        for name, view in views.items():
+            mean = float(score(view)[view.topology].mean())
+            if not (math.isfinite(mean) and mean >= 0):
+                raise ValueError(
+                    f"{name}: expected a mean score >= 0 to share density out by, got {mean}. Use a score that "
+                    "measures size, such as magnitude, taylor or fisher."
+                )
+            raw[name] = mean**power
+        if not any(raw.values()):
+            raise ValueError("by_sensitivity: expected a score above 0 in some layer, got 0 everywhere.")
+        return _in_proportion(raw, views, density, floor)
+
+    return _needs_what(score, allocation)
+
+
+def global_(score: Score = magnitude, floor: float = 0.01) -> Allocation:
+    """All units of all layers compete: a layer's density is its share of those with the highest scores.
+
+    Args:
+        score: of units. Scores of different layers are compared as they are.
+        floor: least density of a layer, in [0, 1], and at least one unit: one layer of tiny weights is not cut off.
+
+    Source: of the idea, Han et al. 2015, arXiv:1506.02626; of the trap that the floor closes, layer collapse, Tanaka
+    et al. 2020, arXiv:2006.05467.
+    """
+    _checked_floor(floor)
+
+    def allocation(views: Mapping[str, LayerView], density: float) -> dict[str, float]:
+        _checked(density)
+        budget = density * sum(view.weights for view in views.values())
+        kept: dict[str, int] = {}
+        scores, sizes, owners = [], [], []
+        for position, (name, view) in enumerate(views.items()):
+            size = view.weights / view.units
+            found = torch.nan_to_num(score(view).masked_fill(~view.topology, -torch.inf), nan=-torch.inf).flatten()
+            kept[name] = min(max(1, math.ceil(floor * view.units)), view.active_units)
+            budget -= kept[name] * size
+            # the best of the layer are kept whatever others have: only the rest competes
+            rest = found.sort(descending=True).values[kept[name] : view.active_units]
+            scores.append(rest)
+            sizes.append(torch.full_like(rest, size, dtype=torch.float64))
+            owners.append(torch.full_like(rest, position, dtype=torch.int64))
+        if budget < -0.5 * max(view.weights / view.units for view in views.values()):
+            raise ValueError(
+                f"global_: expected a density that leaves every layer its floor of {floor:g} and one unit, got "
+                f"{density:g}. Raise the density or lower the floor."
+            )
+        order = torch.cat(scores).argsort(descending=True, stable=True)
+        spent = torch.cat(sizes)[order].cumsum(0)
+        # a unit is in when more than half of it still fits: the total is met to the nearest unit
+        winners = torch.cat(owners)[order][spent - torch.cat(sizes)[order] / 2 < budget]
+        more = torch.bincount(winners, minlength=len(views)).tolist()
+        return {name: (kept[name] + more[position]) / view.units for position, (name, view) in enumerate(views.items())}
+
+    return _needs_what(score, allocation)
+
+
+def _needs_what(score: Score, allocation: Allocation) -> Allocation:
+    """Declares that an allocation reads what its score reads."""
+    allocation = accumulates(*accumulators_of(score))(allocation)
+    return needs_gradient(allocation) if reads_gradient(score) else allocation
+
+
+def _in_proportion(
+    raw: Mapping[str, float], views: Mapping[str, LayerView], density: float, floor: float = 0.0
+) -> dict[str, float]:
+    """Densities proportional to `raw` inside [floor, 1] that meet the total; what hits a bound is fixed there."""
+    sizes = {name: view.weights for name, view in views.items()}
+    if density < floor:
+        raise ValueError(f"density: expected at least the floor of {floor:g}, got {density:g}. Lower the floor.")
+    fixed: dict[str, float] = {}
     while True:
-        free = [name for name in shapes if name not in dense]
+        free = [name for name in views if name not in fixed]
         if not free:
-            return dict.fromkeys(shapes, 1.0)
-        budget = density * sum(sizes.values()) - sum(sizes[name] for name in dense)
-        scale = budget / sum(raw[name] * sizes[name] for name in free)
-        over = {name for name in free if scale * raw[name] > 1.0}
-        if not over:
-            return {name: 1.0 if name in dense else scale * raw[name] for name in shapes}
-        dense |= over
+            return {name: fixed[name] for name in views}
+        budget = density * sum(sizes.values()) - sum(share * sizes[name] for name, share in fixed.items())
+        weight = sum(raw[name] * sizes[name] for name in free)
+        even = budget / sum(sizes[name] for name in free)
+        shares = {name: budget * raw[name] / weight if weight > 0 else even for name in free}
+        over = {name: 1.0 for name in free if shares[name] > 1.0}
+        under = {name: floor for name in free if shares[name] < floor}
+        if not over and not under:
+            return {name: fixed[name] if name in fixed else shares[name] for name in views}
+        # one side at a time, the one that is further off in weights, or a bound could be fixed that is not reached
+        excess = sum((shares[name] - 1.0) * sizes[name] for name in over)
+        lack = sum((floor - shares[name]) * sizes[name] for name in under)
+        fixed |= over if excess >= lack else under
 
 
 def _checked(density: float) -> float:
@@ -49,8 +153,6 @@ def _checked(density: float) -> float:
     return density
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+def _checked_floor(floor: float) -> None:
+    if not 0.0 <= floor <= 1.0:
+        raise ValueError(f"floor: expected a density in [0, 1], got {floor}.")

@@ -14,8 +14,9 @@ from sparsam.sparse.allocation import Allocation
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
 from sparsam.sparse.masked import maskable, masked_weights, reparametrised
 from sparsam.sparse.patterns import Block, Pattern, Unstructured
+from sparsam.sparse.scores import magnitude
 from sparsam.sparse.table import LayerRow, SparsityTable
-from sparsam.sparse.views import stateless_uniform
+from sparsam.sparse.views import LayerView, stateless_uniform
 
 __all__ = ["Candidate", "LinearProfile", "Options", "decide", "places", "read_by_attention", "table_of"]
 
@@ -165,7 +166,9 @@ def decide(model: nn.Module, pattern: Pattern, density: float, options: Options)
             wanted.append(candidate)
     if not wanted:
         return candidates
-    densities = options.allocation({candidate.name: tuple(candidate.weight.shape) for candidate in wanted}, density)
+    densities = options.allocation(
+        {candidate.name: _view(candidate, pattern, options.seed) for candidate in wanted}, density
+    )
     for candidate in wanted:
         candidate.density = densities[candidate.name]
         blocks = isinstance(pattern, Block) and len(candidate.owners) == 1
@@ -305,10 +308,27 @@ def _time(candidate: Candidate, pattern: Block, profile: LinearProfile, tokens: 
 
 
 def _first_topology(candidate: Candidate, pattern: Pattern, seed: int) -> torch.Tensor:
-    weight = candidate.weight.detach().reshape(candidate.shape)
+    view = _view(candidate, pattern, seed)
+    count = pattern.count(view.units, candidate.density)
+    return pattern.choose(magnitude(view), count, stateless_uniform(tuple(view.topology.shape), seed, 0, view.name))
+
+
+def _view(candidate: Candidate, pattern: Pattern, seed: int) -> LayerView:
+    """The weight as scores see it before it is sparse: all units active, and a gradient when there is one."""
+    weight = candidate.weight.detach()
     if weight.is_meta:
-        weight = torch.zeros(candidate.shape)
-    scores = pattern.reduce(weight.float().abs())
-    count = max(1, round(candidate.density * scores.numel()))
-    ties = stateless_uniform(tuple(scores.shape), seed, 0, candidate.name, scores.device)
-    return pattern.choose(scores, count, ties)
+        weight = torch.zeros(weight.shape)
+    topology = torch.ones(pattern.grid(candidate.shape), dtype=torch.bool, device=weight.device)
+    return LayerView(
+        name=candidate.name,
+        shape=tuple(weight.shape),
+        pattern=pattern,
+        topology=topology,
+        weight=weight,
+        gradient=candidate.weight.grad,
+        moments={},
+        reduce=lambda entries: pattern.reduce(entries.reshape(candidate.shape)),
+        seed=seed,
+        step=0,
+        growth=None,
+    )

@@ -1,18 +1,26 @@
-"""Methods: they decide the next topology of every layer. A method keeps no tensors; published ones are compositions."""
+"""Methods: they decide the next topology of every layer. A method keeps no tensors.
+
+`DropGrow` moves units at constant density, `Resize` follows a density schedule, `Then` does one after the other; the
+methods of the literature are short compositions of these, in `published.py`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
 
-from sparsam.schedules import Schedule, constant, cosine
-from sparsam.sparse.patterns import top_k
-from sparsam.sparse.scores import Score, gradient, magnitude, random, reads_gradient
+from sparsam.schedules import Schedule
+from sparsam.sparse.allocation import Allocation, uniform
+from sparsam.sparse.patterns import Pattern, Unstructured
+from sparsam.sparse.scores import Accumulator, Score, accumulators_of, random, reads_gradient
 from sparsam.sparse.views import LayerView
 
-__all__ = ["DropGrow", "Method", "drop_grow", "rigl", "set_", "static"]
+__all__ = ["DropGrow", "Method", "Resize", "Then", "drop_grow", "resize"]
+
+_ANY = Unstructured()
 
 
 class Method(ABC):
@@ -20,9 +28,16 @@ class Method(ABC):
 
     Attributes:
         needs_gradient: whether updates read the dense gradient of units that do not exist.
+        accumulators: what its scores gather over steps.
+        masked_only: why it needs masked storage, or nothing.
+        hidden_decay: None: an inactive weight is zero and nothing else. A number: behind its zero an inactive weight
+            goes on training with the gradient of a dense one, pulled to zero by this share of itself at every step.
     """
 
     needs_gradient: bool = False
+    accumulators: tuple[Accumulator, ...] = ()
+    masked_only: str = ""
+    hidden_decay: float | None = None
 
     @abstractmethod
     def due(self, step: int) -> bool:
@@ -31,14 +46,6 @@ class Method(ABC):
     @abstractmethod
     def update(self, views: Mapping[str, LayerView], step: int) -> Mapping[str, torch.Tensor]:
         """Next topology (bool grid) of the layers that change."""
-
-
-class _Static(Method):
-    def due(self, step: int) -> bool:
-        return False
-
-    def update(self, views: Mapping[str, LayerView], step: int) -> Mapping[str, torch.Tensor]:
-        return {}
 
 
 class DropGrow(Method):
@@ -58,6 +65,8 @@ class DropGrow(Method):
         self.drop, self.grow = drop, grow
         self.every, self.fraction, self.until = every, fraction, until
         self.needs_gradient = reads_gradient(grow) or reads_gradient(drop)
+        self.accumulators = accumulators_of(drop) + accumulators_of(grow)
+        self.masked_only = _grows_by_accumulator(grow)
 
     def due(self, step: int) -> bool:
         return step > 0 and step % self.every == 0 and (self.until is None or step <= self.until)
@@ -66,10 +75,103 @@ class DropGrow(Method):
         fraction = self.fraction(step)
         return {
             name: drop_grow(
-                view.topology, self.drop(view), self.grow(view), fraction, view.random("drop"), view.random("grow")
+                view.topology,
+                self.drop(view),
+                self.grow(view),
+                fraction,
+                view.random("drop"),
+                view.random("grow"),
+                view.pattern,
             )
             for name, view in views.items()
         }
+
+
+class Resize(Method):
+    """Makes layers sparser, or denser, as a schedule of the total density says.
+
+    Args:
+        keep: when density falls, active units with the lowest of these scores go.
+        density: active share of all units of all layers, a schedule of the applied step.
+        every: applied steps between updates. None: whenever the schedule's value changes, for one made of stages.
+        until: last step that changes topologies; it is always an update, so the final density is met exactly.
+        begin: updates come after this step.
+        allocation: how the total is shared out between layers when density falls.
+        grow: when density rises, inactive units with the highest of these scores come in, in all layers the same share
+            of what they lack.
+    """
+
+    def __init__(
+        self,
+        keep: Score,
+        density: Schedule,
+        every: int | None,
+        until: int,
+        begin: int = 0,
+        allocation: Allocation = uniform,
+        grow: Score = random,
+    ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every: expected at least 1 step between updates, got {every}.")
+        if not 0 <= begin < until:
+            raise ValueError(f"until: expected a step after begin = {begin} >= 0, got {until}.")
+        self.keep, self.grow, self.density, self.allocation = keep, grow, density, allocation
+        self.every, self.until, self.begin = every, until, begin
+        self.needs_gradient = any(map(reads_gradient, (keep, grow, allocation)))
+        self.accumulators = accumulators_of(keep) + accumulators_of(grow) + accumulators_of(allocation)
+        self.masked_only = _grows_by_accumulator(grow)
+
+    def due(self, step: int) -> bool:
+        if not self.begin < step <= self.until:
+            return False
+        if self.every is None:
+            return self.density(step) != self.density(step - 1)
+        return step % self.every == 0 or step == self.until
+
+    def update(self, views: Mapping[str, LayerView], step: int) -> Mapping[str, torch.Tensor]:
+        target = self.density(step)
+        now = sum(view.density * view.weights for view in views.values()) / sum(view.weights for view in views.values())
+        if target > now:
+            # every layer gets the same share of what it lacks: none can be asked for more than it has
+            share = (target - now) / (1 - now)
+            shares = {name: view.density + share * (1 - view.density) for name, view in views.items()}
+        else:
+            shares = self.allocation(views, target)
+        return {
+            name: resize(view, view.pattern.count(view.units, shares[name]), self.keep, self.grow)
+            for name, view in views.items()
+        }
+
+
+class Then(Method):
+    """One method after the other: the second sees the topologies that the first has decided.
+
+    Args:
+        first: updates when it is due.
+        second: updates when it is due.
+    """
+
+    def __init__(self, first: Method, second: Method) -> None:
+        if first.hidden_decay is not None or second.hidden_decay is not None:
+            raise ValueError("Then: expected methods whose inactive weights are zero, got one that trains them on.")
+        self.first, self.second = first, second
+        self.accumulators = first.accumulators + second.accumulators
+        self.masked_only = first.masked_only or second.masked_only
+        self.needs_gradient = first.needs_gradient or second.needs_gradient
+
+    def due(self, step: int) -> bool:
+        return self.first.due(step) or self.second.due(step)
+
+    def update(self, views: Mapping[str, LayerView], step: int) -> Mapping[str, torch.Tensor]:
+        decided: dict[str, torch.Tensor] = {}
+        for method in (self.first, self.second):
+            if method.due(step):
+                seen = {
+                    name: dataclasses.replace(view, topology=decided[name]) if name in decided else view
+                    for name, view in views.items()
+                }
+                decided |= method.update(seen, step)
+        return decided
 
 
 def drop_grow(
@@ -79,6 +181,7 @@ def drop_grow(
     fraction: float,
     drop_ties: torch.Tensor,
     grow_ties: torch.Tensor,
+    pattern: Pattern = _ANY,
 ) -> torch.Tensor:
     """Moves a fraction of the active units to better places (one SET or RigL update).
 
@@ -89,6 +192,7 @@ def drop_grow(
         fraction: share of active units to move, in [0, 1].
         drop_ties: float32 (rows, cols), orders equal drop scores.
         grow_ties: float32 (rows, cols), orders equal grow scores.
+        pattern: says which units may be active together; any may, when it is not given.
 
     Returns:
         bool (rows, cols) with as many active units as before.
@@ -107,38 +211,36 @@ def drop_grow(
         raise ValueError(f"drop_grow: expected a fraction in [0, 1], got {fraction}.")
     count = int(active.sum())
     moved = int(fraction * count)
-    kept = top_k(drop_scores.masked_fill(~active, -torch.inf), count - moved, drop_ties + active)
-    grown = top_k(grow_scores.masked_fill(kept, -torch.inf), moved, grow_ties - kept.float())
-    return kept | grown
+    kept = pattern.choose(drop_scores.masked_fill(~active, -torch.inf), count - moved, drop_ties + active)
+    return _filled(pattern, kept, grow_scores, count, grow_ties)
 
 
-def static() -> Method:
-    """The first topology stays."""
-    return _Static()
-
-
-def set_(every: int = 100, fraction: float = 0.3, until: int | None = None) -> DropGrow:
-    """SET: drop the smallest magnitudes, grow at random. `fraction` is annealed to 0 at step `until`, if given.
-
-    Source: Mocanu et al. 2018, arXiv:1707.04780.
-    """
-    return DropGrow(magnitude, random, every, _annealed(fraction, until), until)
-
-
-def rigl(every: int = 100, fraction: float = 0.3, until: int | None = None) -> DropGrow:
-    """RigL: drop the smallest magnitudes, grow where the dense gradient is largest.
+def resize(view: LayerView, count: int, keep: Score, grow: Score) -> torch.Tensor:
+    """Drops active units of the lowest scores, or grows inactive ones of the highest, until there are `count`.
 
     Args:
-        every: applied steps between updates.
-        fraction: share of active units moved at the first update; cosine to 0 at step `until`, constant without it.
-        until: last step that changes topologies; three quarters of the training is usual.
+        view: the layer.
+        count: active units afterwards.
+        keep: scores what to keep when units go.
+        grow: scores what to grow when units come.
 
-    Source: Evci et al. 2020, arXiv:1911.11134.
+    Returns:
+        bool (rows, cols) with `count` active units.
     """
-    return DropGrow(magnitude, gradient, every, _annealed(fraction, until), until)
+    active = view.topology
+    if count > view.active_units:
+        return _filled(view.pattern, active, grow(view), count, view.random("grow"))
+    return view.pattern.choose(keep(view).masked_fill(~active, -torch.inf), count, view.random("drop") + active)
 
 
-def _annealed(fraction: float, until: int | None) -> Schedule:
-    if not 0.0 <= fraction <= 1.0:
-        raise ValueError(f"fraction: expected a share of active units in [0, 1], got {fraction}.")
-    return constant(fraction) if until is None else cosine(fraction, 0.0, steps=until)
+def _filled(pattern: Pattern, kept: torch.Tensor, scores: torch.Tensor, count: int, ties: torch.Tensor) -> torch.Tensor:
+    """`kept` and the units of the highest scores beside it, `count` in all."""
+    # a score of +inf of somebody's own must not outrank what is kept
+    scores = torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
+    return pattern.choose(scores.masked_fill(kept, torch.inf), count, ties)
+
+
+def _grows_by_accumulator(grow: Score) -> str:
+    """Why this growth score needs masked storage, or nothing."""
+    names = ", ".join(one.name for one in accumulators_of(grow))
+    return f"it grows by {names}, which inactive weights have in masked storage only" if names else ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-__all__ = ["check_optimizer", "moments", "reset_moments", "swap_parameter"]
+__all__ = ["RetainedMoments", "check_optimizer", "moments", "reset_moments", "swap_parameter"]
 
 # Their update of one weight reads its neighbours in the matrix, which compact storage and zeros both break.
 _NOT_ELEMENTWISE = ("adafactor", "came", "galore", "lbfgs", "muon", "soap", "shampoo", "8bit", "4bit")
@@ -96,3 +96,34 @@ def swap_parameter(
         optimizer.state[new] = {
             key: convert(value).contiguous() if key in per_weight else value for key, value in state.items()
         }
+
+
+class RetainedMoments:
+    """What an optimiser knew of units that went, by layer and moment, to be given back when they return.
+
+    Kept in tensors of the parameter's shape: as many bytes as the moments themselves.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, dict[str, torch.Tensor]] = {}
+
+    def put_aside(self, layer: str, moments: Mapping[str, torch.Tensor], dropped: torch.Tensor) -> None:
+        """Keeps the moments of dropped entries (bool of their shape)."""
+        kept = self._kept.setdefault(layer, {})
+        for key, value in moments.items():
+            if key not in kept:
+                kept[key] = torch.full_like(value, torch.nan)  # NaN: this entry was never dropped
+            kept[key].copy_(torch.where(dropped, value, kept[key]))
+
+    def give_back(self, layer: str, moments: Mapping[str, torch.Tensor], grown: torch.Tensor) -> None:
+        """Writes what was kept of grown entries (bool of their shape) into the moments."""
+        for key, value in moments.items():
+            kept = self._kept.get(layer, {}).get(key)
+            if kept is not None:
+                value.copy_(torch.where(grown & ~kept.isnan(), kept, value))
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {layer: {key: value.clone() for key, value in kept.items()} for layer, kept in self._kept.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self._kept = {layer: {key: value.clone() for key, value in kept.items()} for layer, kept in state.items()}

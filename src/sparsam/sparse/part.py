@@ -13,7 +13,7 @@ from torch import nn
 
 from sparsam.session import Part, Rewire, Session
 from sparsam.sparse.methods import Method
-from sparsam.sparse.moments import check_optimizer, moments, reset_moments
+from sparsam.sparse.moments import RetainedMoments, check_optimizer, moments, reset_moments
 from sparsam.sparse.views import LayerView
 from sparsam.sparse.weights import SparseWeight, sparse_weights
 
@@ -31,12 +31,20 @@ class SparseTraining(Part):
             "sum_of_norms": mean |gradient| of each backward, added up. Needs no dense memory; with several
             micro-batches or ranks it is another score than RigL's, under this name.
             A layer that one forward pass calls several times needs "dense" too; "auto" knows those with several names.
+        keep_moments: what the optimiser knew of a unit that goes is put aside and given back when it returns. Masked
+            storage only; as many bytes again as the optimiser's moments. One published comparison saw no gain from it
+            (the sparse_learning repository, 1.0).
 
     Layers whose weights are frozen keep them and their topology. In a loop that never enters `session.forward()`,
     "auto" is "dense", because nobody says how many backwards there will be.
     """
 
-    def __init__(self, method: Method, growth: Literal["auto", "dense", "sum_of_norms"] = "auto") -> None:
+    def __init__(
+        self,
+        method: Method,
+        growth: Literal["auto", "dense", "sum_of_norms"] = "auto",
+        keep_moments: bool = False,
+    ) -> None:
         if growth not in ("auto", "dense", "sum_of_norms"):
             raise ValueError(f"growth: expected auto, dense or sum_of_norms, got {growth!r}.")
         self.method, self.growth = method, growth
@@ -46,6 +54,10 @@ class SparseTraining(Part):
         self._held: dict[str, nn.Parameter] = {}
         self._foreign_loop = True
         self._growth: dict[str, torch.Tensor | None] = {}
+        self._ever_active: dict[str, torch.Tensor] = {}
+        self._accumulators: dict[str, dict[str, torch.Tensor]] = {}
+        self._hidden: dict[str, torch.Tensor] = {}
+        self._retained = RetainedMoments() if keep_moments else None
 
     def attach(self, session: Session) -> None:
         self.session = session
@@ -63,6 +75,7 @@ class SparseTraining(Part):
                     f"{weight.name}: expected its {weight.parameter_name} in the optimiser once, found {times} times. "
                     "Build the optimiser after sparsify, or give sparsify the optimiser."
                 )
+        self._refuse_compact(weights)
         self._weights = weights
         self._held = {name: weight.parameter for name, weight in weights.items()}
         for weight in weights.values():
@@ -73,6 +86,14 @@ class SparseTraining(Part):
                 weight.buffers_changed()
             weight.hold(True)
             weight.keep_zeros()
+        self._ever_active = {name: weight.topology.clone() for name, weight in weights.items()}
+        names = {accumulator.name for accumulator in self.method.accumulators}
+        self._accumulators = {
+            weight.name: {name: torch.zeros_like(weight.parameter, dtype=torch.float32) for name in sorted(names)}
+            for weight in (self._trained() if names else ())
+        }
+        if self.method.hidden_decay is not None:
+            self._hidden = {weight.name: weight.parameter.detach().clone() for weight in self._trained()}
         self._open_ahead()
 
     @contextlib.contextmanager
@@ -92,17 +113,25 @@ class SparseTraining(Part):
                     f"{name}: its parameter or topology was replaced while a session trains it. "
                     "Call session.detach() before changing the model, and build a new session after."
                 )
+        # before the zeros are put back: the gradient of inactive units is what growth is about
         if self._collects:
             for weight in self._trained():
-                # before the zeros are put back: the gradient of inactive units is what growth is about
                 self._growth[weight.name] = _growth_scores(weight, weight.close_probe(), self.session.divisor)
+        self._gather()
         for weight in self._weights.values():
-            weight.keep_gradient_zeros()
+            if weight.name in self._hidden:
+                self._uncover(weight)
+            else:
+                weight.keep_gradient_zeros()
 
     @torch.no_grad()
     def after_step(self, applied: bool) -> None:
-        for weight in self._weights.values():
+        for name, weight in self._weights.items():
+            if name in self._hidden:
+                self._hidden[name].copy_(weight.parameter)
             weight.keep_zeros()
+        if applied and self.session.applied_steps == 1:
+            self._drop_what_the_optimizer_keeps()
         if applied and self.method.due(self.session.applied_steps):
             self._update(self.session.applied_steps)
         self._growth.clear()
@@ -110,9 +139,16 @@ class SparseTraining(Part):
             self._open_ahead()
 
     def after_rewire(self, event: Rewire) -> None:
-        if event.layer in self._weights:
-            active = self._weights[event.layer].active
-            reset_moments(self.session.optimizer, event.parameter, event.new_entries, active)
+        if event.layer not in self._weights or event.layer in self._hidden:
+            return  # weights behind zeros go on where they are, and so do their moments
+        weight, optimizer = self._weights[event.layer], self.session.optimizer
+        if self._retained is not None:
+            self._retained.put_aside(event.layer, moments(optimizer, event.parameter), _entries(weight, event.dropped))
+        reset_moments(optimizer, event.parameter, event.new_entries, weight.active)
+        if self._retained is not None:
+            self._retained.give_back(event.layer, moments(optimizer, event.parameter), _entries(weight, event.grown))
+        for total in self._accumulators.get(event.layer, {}).values():
+            total.masked_fill_(event.new_entries.expand_as(total), 0.0)
 
     def metrics(self) -> dict[str, float]:
         units = {name: weight.topology for name, weight in self._weights.items()}
@@ -122,11 +158,23 @@ class SparseTraining(Part):
             "sparsity": 1 - active / total,
             "topology_updates": float(self.updates),
             "moved_share": self.moved_share,
+            "ever_active": sum(int(ever.sum()) for ever in self._ever_active.values()) / total,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        # topologies are buffers of the model, random numbers are stateless: only counters are left
-        return {"updates": self.updates, "moved_share": self.moved_share, "topology": topology_hash(self._weights)}
+        # topologies are buffers of the model, random numbers are stateless: what was gathered is left
+        return {
+            "updates": self.updates,
+            "moved_share": self.moved_share,
+            "topology": topology_hash(self._weights),
+            "ever_active": {name: ever.clone() for name, ever in self._ever_active.items()},
+            "accumulators": {
+                layer: {name: total.clone() for name, total in kept.items()}
+                for layer, kept in self._accumulators.items()
+            },
+            "hidden": {name: hidden.clone() for name, hidden in self._hidden.items()},
+            "retained": {} if self._retained is None else self._retained.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         found = topology_hash(self._weights)
@@ -136,6 +184,16 @@ class SparseTraining(Part):
                 "Load the model's state before the session's."
             )
         self.updates, self.moved_share = int(state["updates"]), float(state["moved_share"])
+        # states of 0.1 have counters only
+        for name, ever in state.get("ever_active", {}).items():
+            self._ever_active[name] = ever.clone().to(self._ever_active[name].device)
+        for layer, kept in state.get("accumulators", {}).items():
+            device = self._weights[layer].parameter.device
+            self._accumulators[layer] = {name: total.clone().to(device) for name, total in kept.items()}
+        for name, hidden in state.get("hidden", {}).items():
+            self._hidden[name].copy_(hidden)
+        if self._retained is not None:
+            self._retained.load_state_dict(state.get("retained", {}))
         self._open_ahead()
 
     def detach(self) -> None:
@@ -143,10 +201,51 @@ class SparseTraining(Part):
             weight.close_probe()
             weight.hold(False)
         self._weights, self._held = {}, {}
-        self._growth.clear()
+        for kept in (self._growth, self._ever_active, self._accumulators, self._hidden):
+            kept.clear()
 
     def _trained(self) -> list[SparseWeight]:
         return [weight for weight in self._weights.values() if weight.parameter.requires_grad]
+
+    def _refuse_compact(self, weights: Mapping[str, SparseWeight]) -> None:
+        reason = self.method.masked_only
+        if not reason and self._retained is not None:
+            reason = "a slot that was given to another unit has no moments of the one before"
+        for weight in weights.values():
+            if reason and weight.parameter.requires_grad and not weight.all_weights:
+                raise ValueError(
+                    f"{weight.name}: expected masked storage, got compact: {reason}. "
+                    "Use sparsify(..., storage='masked')."
+                )
+
+    def _gather(self) -> None:
+        """Adds this step's gradients to what the scores gather."""
+        for layer, kept in self._accumulators.items():
+            parameter = self._weights[layer].parameter
+            if not kept or parameter.grad is None:
+                continue
+            gradient = parameter.grad.float()
+            # of a gradient that is not finite nothing can be learnt, and its step will be skipped
+            if bool(gradient.isfinite().all()):
+                for accumulator in self.method.accumulators:
+                    if accumulator.name in kept:
+                        accumulator.update(kept[accumulator.name], parameter.detach(), gradient)
+
+    def _drop_what_the_optimizer_keeps(self) -> None:
+        """Gathers no longer what turned out to be among the optimiser's moments."""
+        for layer, kept in self._accumulators.items():
+            known = moments(self.session.optimizer, self._weights[layer].parameter)
+            for accumulator in self.method.accumulators:
+                if accumulator.instead_of in known:
+                    kept.pop(accumulator.name, None)
+
+    @torch.no_grad()
+    def _uncover(self, weight: SparseWeight) -> None:
+        """Lets the optimiser see the weights behind the zeros, with their pull to zero."""
+        parameter, hidden, behind = weight.parameter, self._hidden[weight.name], ~weight.active
+        parameter.copy_(torch.where(behind, hidden, parameter))
+        if parameter.grad is not None:
+            parameter.grad.add_(hidden * behind, alpha=self.method.hidden_decay or 0.0)
 
     def _open_ahead(self) -> None:
         """For a loop that never enters `forward`: probes for an update step that comes next."""
@@ -162,9 +261,13 @@ class SparseTraining(Part):
         views = {weight.name: self._view(weight, step) for weight in self._trained()}
         moved = active = 0
         for name, topology in self.method.update(views, step).items():
-            event = self._weights[name].apply(topology)
+            weight = self._weights[name]
+            event = weight.apply(topology)
             active += int(topology.sum())
+            self._ever_active[name] |= topology
             if event is not None:
+                if name in self._hidden:
+                    weight.parameter.copy_(self._hidden[name] * weight.active)
                 moved += int(event.grown.sum())
                 self.session.rewired(event)
         self.updates += 1
@@ -176,16 +279,23 @@ class SparseTraining(Part):
         gradient = weight.parameter.grad
         return LayerView(
             name=weight.name,
+            shape=weight.shape,
             pattern=weight.pattern,
             topology=weight.topology.clone(),
-            weight=weight.parameter.detach(),
+            weight=self._hidden.get(weight.name, weight.parameter.detach()),
             gradient=None if gradient is None else gradient.detach(),
             moments=moments(self.session.optimizer, weight.parameter),
             reduce=weight.reduce,
             seed=self.session.seed,
             step=step,
             growth=self._growth.get(weight.name),
+            accumulators=self._accumulators.get(weight.name, {}),
         )
+
+
+def _entries(weight: SparseWeight, units: torch.Tensor) -> torch.Tensor:
+    """bool of the parameter's shape, True = entry of one of these units; masked storage only."""
+    return weight.pattern.expand(units, weight.dense_shape).reshape(weight.shape)
 
 
 def _growth_scores(weight: SparseWeight, collected: torch.Tensor | None, divisor: float) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Block", "Pattern", "Unstructured", "top_k"]
+__all__ = ["NM", "Block", "Neuron", "Pattern", "Unstructured", "top_k"]
 
 
 class Pattern(ABC):
@@ -27,8 +27,13 @@ class Pattern(ABC):
         """Repeats each unit's value over its entries: (N, K) of units' dtype."""
 
     def choose(self, scores: torch.Tensor, count: int, ties: torch.Tensor) -> torch.Tensor:
-        """Topology of exactly `count` units with the highest scores; equal scores are ordered by `ties`."""
+        """Topology of exactly `count` units with the highest scores that the pattern allows together; equal scores are
+        ordered by `ties`. Units of score +inf are always among them."""
         return top_k(scores, count, ties)
+
+    def count(self, units: int, density: float) -> int:
+        """How many of so many units are active at a density: the nearest number, but never none."""
+        return max(1, round(density * units))
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,77 @@ class Unstructured(Pattern):
 
     def expand(self, units: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
         return units
+
+
+@dataclass(frozen=True)
+class NM(Pattern):
+    """At most n active weights in every group of m neighbours along the input, n:m for short.
+
+    At density n / m every group holds exactly n. A last group that is shorter than m holds at most n too. At density 1
+    nothing is left out: where methods that alternate with dense phases begin.
+
+    Args:
+        n: active weights in a group, 1 <= n <= m.
+        m: size of a group.
+
+    Source: Zhou et al. 2021, arXiv:2102.04010.
+    """
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n <= self.m:
+            raise ValueError(f"NM: expected 1 <= n <= m, got NM({self.n}, {self.m}).")
+
+    def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return shape
+
+    def reduce(self, entries: torch.Tensor) -> torch.Tensor:
+        return entries.float()
+
+    def expand(self, units: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        return units
+
+    def choose(self, scores: torch.Tensor, count: int, ties: torch.Tensor) -> torch.Tensor:
+        if count == scores.numel():
+            return torch.ones_like(scores, dtype=torch.bool)
+        allowed = self._best_of_groups(scores, ties)
+        most = int(allowed.sum())
+        if count > most:
+            raise ValueError(
+                f"{self}: expected at most {most} active units of {scores.numel()} (density {self.n / self.m:g}) or "
+                f"all of them, got {count}. Lower the density to {self.n / self.m:g}."
+            )
+        return top_k(scores.masked_fill(~allowed, -torch.inf), count, ties + allowed)
+
+    def _best_of_groups(self, scores: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
+        """True at the n best units of every group."""
+        rows, size = scores.shape
+        padding = -size % self.m
+        flat = torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        flat = F.pad(flat, (0, padding), value=-torch.inf).view(-1, self.m)
+        # what pads a group comes after everything that is in it
+        by_tie = (
+            F.pad(ties, (0, padding), value=-torch.inf).view(-1, self.m).argsort(dim=-1, descending=True, stable=True)
+        )
+        order = by_tie.gather(-1, flat.gather(-1, by_tie).argsort(dim=-1, descending=True, stable=True))
+        best = torch.zeros_like(flat, dtype=torch.bool).scatter_(-1, order[:, : self.n], True)
+        return best.view(rows, -1)[:, :size]
+
+
+@dataclass(frozen=True)
+class Neuron(Pattern):
+    """Whole outputs: a row of a linear weight, an output channel of a convolution. Biases stay."""
+
+    def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return shape[0], 1
+
+    def reduce(self, entries: torch.Tensor) -> torch.Tensor:
+        return entries.float().mean(1, keepdim=True)
+
+    def expand(self, units: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        return units.expand(shape)
 
 
 def top_k(scores: torch.Tensor, count: int, ties: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ class LayerView:
 
     Attributes:
         name: the layer's name in the model.
+        shape: of the dense weight, kernel sizes of a convolution included.
         pattern: the pattern of its units.
         topology: bool grid, True = active unit.
         weight: entries, detached.
@@ -29,9 +31,11 @@ class LayerView:
         seed: of the session.
         step: the applied step that this update belongs to.
         growth: float32 grid, mean |dense gradient| of every unit, active or not; None but on update steps.
+        accumulators: float32 entries by name, what the scores of this method gather over steps.
     """
 
     name: str
+    shape: tuple[int, ...]
     pattern: Pattern
     topology: torch.Tensor
     weight: torch.Tensor
@@ -41,6 +45,25 @@ class LayerView:
     seed: int
     step: int
     growth: torch.Tensor | None
+    accumulators: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def units(self) -> int:
+        return self.topology.numel()
+
+    @property
+    def active_units(self) -> int:
+        return int(self.topology.sum())
+
+    @property
+    def density(self) -> float:
+        """Active share of the units."""
+        return self.active_units / self.units
+
+    @property
+    def weights(self) -> int:
+        """Entries of the dense weight."""
+        return math.prod(self.shape)
 
     def random(self, salt: str = "") -> torch.Tensor:
         """Uniform [0, 1) over the grid, the same on every rank and after every resume."""

@@ -28,6 +28,8 @@ class SparseWeight(ABC):
     module: nn.Module
     # whether what a probe collects is this rank's sum over the window; a masked weight's gradient is averaged already
     probe_is_local: bool
+    # whether the parameter has entries for inactive units too
+    all_weights: bool
     # whether one forward pass may use the weight several times, so that only dense gradients add up with their signs
     shared: bool = False
 
@@ -49,6 +51,11 @@ class SparseWeight(ABC):
     @abstractmethod
     def dense_shape(self) -> tuple[int, int]:
         """(N, K) of the weight that the grid lies over."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the dense weight, kernel sizes of a convolution included."""
+        return self.dense_shape
 
     @property
     @abstractmethod
@@ -122,6 +129,7 @@ class CompactWeight(SparseWeight):
     """The blocks of a SparseLinear."""
 
     probe_is_local = True
+    all_weights = False
 
     def __init__(self, name: str, module: SparseLinear, shared: bool = False) -> None:
         self.name, self.module, self.shared = name, module, shared
@@ -198,6 +206,7 @@ class MaskedWeight(SparseWeight):
     """A dense weight with a topology beside it."""
 
     probe_is_local = False
+    all_weights = True
 
     def __init__(self, name: str, buffer: TopologyBuffer) -> None:
         self.name, self.module = name, buffer.module
@@ -223,6 +232,10 @@ class MaskedWeight(SparseWeight):
     def dense_shape(self) -> tuple[int, int]:
         shape = self.parameter.shape
         return shape[0], math.prod(shape[1:])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape)
 
     @property
     def active(self) -> torch.Tensor:
