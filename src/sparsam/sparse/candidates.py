@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from sparsam.select import select
 from sparsam.sparse.allocation import Allocation
@@ -211,9 +212,11 @@ def _candidates(model: nn.Module) -> list[Candidate]:
     by_weight: dict[int, Candidate] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for weight_name, parameter in module.named_parameters(recurse=False):
+            path = f"{name}.{weight_name}".lstrip(".")
+            if isinstance(parameter, UninitializedParameter):
+                raise ValueError(f"{path}: expected a weight with a shape, got a lazy one. Run the model once before.")
             if parameter.dim() < 2:
                 continue
-            path = f"{name}.{weight_name}".lstrip(".")
             label = name if weight_name == "weight" or isinstance(module, SparseLinear) else path
             known = by_weight.get(id(parameter))
             if known is None:

@@ -165,6 +165,6 @@ def plain_parameter(module: nn.Module, name: str) -> nn.Parameter:
         who = reparametrised(module, name) or "other code"
         raise ValueError(
             f"{type(module).__name__}: expected the sparse {name} to be a parameter, but {who} replaced it after "
-            "sparsify. Undo that, or densify first."
+            "sparsify. Undo that, or densify the model."
         )
     return parameter

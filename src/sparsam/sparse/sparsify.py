@@ -12,7 +12,7 @@ from torch import nn
 from sparsam.sparse.allocation import Allocation, uniform
 from sparsam.sparse.candidates import Candidate, LinearProfile, Options, decide, places, read_by_attention, table_of
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
-from sparsam.sparse.masked import TopologyBuffer, add_topology, masked_weights, remove_topology
+from sparsam.sparse.masked import TopologyBuffer, add_topology, masked_weights, plain_parameter, remove_topology
 from sparsam.sparse.moments import check_optimizer, reset_moments, swap_parameter
 from sparsam.sparse.patterns import Block, Pattern
 from sparsam.sparse.table import SparsityTable
@@ -133,6 +133,8 @@ def densify(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     """
     _refuse_wrapped(model, "densify")
     _refuse_held(model, "densify")
+    if optimizer is not None:
+        _refuse_reparametrised(model)
     for module in list(model.modules()):
         if isinstance(module, SparseLinear):
             dense = module.to_dense()
@@ -165,6 +167,7 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     """
     _refuse_wrapped(model, "compact")
     _refuse_held(model, "compact")
+    _refuse_reparametrised(model)
     for module in list(model.modules()):
         if isinstance(module, SparseLinear) and bool((module.block_row < 0).any()):
             smaller = SparseLinear.from_dense(
@@ -302,6 +305,13 @@ def _refuse_held(model: nn.Module, verb: str) -> None:
             raise ValueError(
                 f"{verb}: {name} is trained by a session. Call session.detach() first, and build a new session after."
             )
+
+
+def _refuse_reparametrised(model: nn.Module) -> None:
+    """Before anything is changed: a masked weight that other code computes by now has no state to carry over."""
+    for module in model.modules():
+        for buffer in masked_weights(module):
+            plain_parameter(module, buffer.weight_name)
 
 
 def _refuse_wrapped(model: nn.Module, verb: str) -> None:
