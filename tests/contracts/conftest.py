@@ -25,15 +25,28 @@ STORAGES = {
 class Job:
     """Model, optimiser and session over a stream of batches that depends on the step alone."""
 
-    def __init__(self, method, storage, *, optimizer=None, density=0.3, accumulate=1, parts=(), **options):
-        torch.manual_seed(3)
+    def __init__(
+        self,
+        method,
+        storage,
+        *,
+        optimizer=None,
+        density=0.3,
+        accumulate=1,
+        parts=(),
+        weights_seed=3,
+        wrap=None,
+        **options,
+    ):
+        torch.manual_seed(weights_seed)
         self.model = nn.Sequential(nn.Linear(*SIDES[:2]), nn.Tanh(), nn.Linear(*SIDES[1:]))
         pattern, kind = STORAGES[storage]
         self.table = sp.sparsify(self.model, pattern, density, storage=kind)
         make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1))
         self.optimizer = make(self.model.parameters())
+        self.called = self.model if wrap is None else wrap(self.model)
         self.session = sp.Session(
-            self.model, self.optimizer, [sp.SparseTraining(method), *parts], accumulate=accumulate, **options
+            self.called, self.optimizer, [sp.SparseTraining(method), *parts], accumulate=accumulate, **options
         )
         self.batches = 0
 
@@ -45,7 +58,7 @@ class Job:
                 x = torch.randn(12, SIDES[0], generator=generator)
                 y = torch.randn(12, SIDES[2], generator=generator)
                 with self.session.forward():
-                    loss = (self.model(x) - y).square().mean()
+                    loss = (self.called(x) - y).square().mean()
                 self.session.backward(loss)
             assert self.session.step()
         return self
