@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from harness import parse, write
 
 from sparsam.kernels.index import BlockIndex, build_index
-from sparsam.kernels.ops import block_linear, pack, packed_block_linear
+from sparsam.kernels.ops import block_linear
+from sparsam.kernels.packed import pack, packed_block_linear
 from sparsam.measure.clock import Timing, geometric_mean, interleaved, ratio
 from sparsam.measure.heap import keep_heap
 
@@ -213,7 +214,7 @@ def few_rows_calls(
     if packed is None:
         calls["sparse"] = burst(lambda: block_linear(x, values, index, n))
     else:
-        calls["sparse"] = burst(lambda: packed_block_linear(x, packed, values, index, n))
+        calls["sparse"] = burst(lambda: packed_block_linear(x, packed))
     return calls
 
 

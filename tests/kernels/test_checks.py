@@ -7,9 +7,6 @@ import torch
 
 from sparsam.kernels import add_layer_norm, attention, block_linear, build_index, cpu, self_attention
 from sparsam.kernels.checks import check_linear
-from sparsam.kernels.ops import pack, packed_block_linear
-
-needs_library = pytest.mark.skipif(cpu.library() is None, reason="no compiled library")
 
 
 def operands(**change):
@@ -46,8 +43,6 @@ FAULTS = [
 def test_operands_that_do_not_fit(change, message):
     with pytest.raises(ValueError, match="block_linear: " + message):
         block_linear(**operands(**change))
-    with pytest.raises(ValueError, match="packed_block_linear: " + message):
-        packed_block_linear(packed=torch.empty(0, dtype=torch.uint8), **operands(**change))
 
 
 def test_a_probe_elsewhere():
@@ -67,62 +62,6 @@ def test_an_index_of_any_integers_becomes_one_that_kernels_read():
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in index)
     assert index.block_row.tolist() == [1, -1]
     assert build_index(index.block_row, index.block_col, 2, 3).block_row is index.block_row
-
-
-def packed_operands(dtype=torch.float32, **change):
-    """Arguments of packed_block_linear for 64 x 96 in blocks of 32 x 32."""
-    index = build_index(torch.tensor([0, 1, 1]), torch.tensor([0, 1, 2]), 2, 3)
-    values = torch.randn(3, 32, 32)
-    return {
-        "x": torch.randn(2, 96, dtype=dtype), "packed": pack(values, index, 96, 64, dtype), "values": values,
-        "index": index, "out_features": 64, "bias": torch.randn(64), **change,
-    }  # fmt: skip
-
-
-@needs_library
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_product_takes_a_bias_of_any_type_and_values_of_any_order(dtype):
-    arguments = packed_operands(dtype)
-    if arguments["packed"] is None:
-        pytest.skip("nothing is packed here")
-    plain = {name: argument for name, argument in arguments.items() if name != "packed"}
-    wanted = block_linear(**plain)
-    strided = torch.stack([arguments["values"], arguments["values"]], -1)[..., 0]
-    spread = arguments["bias"].repeat_interleave(2)[::2]
-    for change in ({"bias": arguments["bias"].double()}, {"bias": spread}, {"values": strided}):
-        torch.testing.assert_close(packed_block_linear(**arguments | change), wanted, rtol=2e-2, atol=2e-2)
-
-
-@needs_library
-def test_packs_that_do_not_belong_to_the_call():
-    arguments = packed_operands()
-    packed = arguments["packed"]
-    if packed is None:
-        pytest.skip("nothing is packed here")
-    with pytest.raises(
-        ValueError, match=r"packed weights: expected ones of this layer for torch.bfloat16 on .*, got oth"
-    ):
-        packed_block_linear(**arguments | {"x": arguments["x"].bfloat16()})
-    for part in (packed[:60], packed[4:]):
-        with pytest.raises(ValueError, match="packed weights: expected what `pack` returned, got a copy or a part"):
-            packed_block_linear(**arguments | {"packed": part})
-    with pytest.raises(ValueError, match=r"expected x and values of float32 or bfloat16 on a CPU, got torch.float64"):
-        packed_block_linear(**arguments | {"x": arguments["x"].double()})
-    before = cpu.current_isa()
-    others = [name for name in cpu.available_isas() if name != before]
-    try:
-        for other in others:
-            cpu.set_isa(other)
-            with pytest.raises(ValueError, match=f"for torch.float32 on {other}, got others. Pack again"):
-                packed_block_linear(**arguments)
-    finally:
-        cpu.set_isa(before)
-
-
-def test_a_packed_product_without_the_library(monkeypatch):
-    monkeypatch.setattr(cpu, "library", lambda: None)
-    with pytest.raises(ValueError, match="packed_block_linear: expected the compiled library, got none"):
-        packed_block_linear(packed=torch.empty(0, dtype=torch.uint8), **operands())
 
 
 def narrow(*shape):

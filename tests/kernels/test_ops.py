@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparsam.kernels import backend, block_linear, build_index, cpu, dense_from_blocks
-from sparsam.kernels.ops import pack, packed_block_linear
 from sparsam.kernels.reference import activate, activation_gradient, block_mean
 
 BLOCKS = [(1, 1), (1, 4), (4, 1), (4, 8), (8, 8), (16, 16), (16, 32), (32, 16), (32, 32), (64, 64), (3, 5)]
@@ -204,20 +203,6 @@ def test_the_dense_gradient_of_narrow_operands_is_summed_in_float32(path, activa
     torch.testing.assert_close(scores.grad.double(), block_mean(exact.abs(), 16, 16), rtol=tolerance, atol=0)
 
 
-def test_packed_weights_give_the_same_rows():
-    for size, dtype in ((4, torch.float32), (16, torch.bfloat16), (32, torch.bfloat16), (32, torch.float32)):
-        values, index, _, _ = layer(size, size, 2 * size, 3 * size)
-        packed = pack(values, index, 3 * size, 2 * size, dtype)
-        bias = torch.randn(2 * size)
-        for rows in (0, 1, 3, 16):
-            x = torch.randn(rows, 3 * size, dtype=dtype)
-            with torch.no_grad():
-                wanted = block_linear(x, values, index, 2 * size, bias, "gelu")
-                if packed is not None:
-                    found = packed_block_linear(x, packed, values, index, 2 * size, bias, "gelu")
-                    close(found, wanted.double(), dtype)
-
-
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 @pytest.mark.parametrize("probe", [None, "scores", "whole"])
 def test_opcheck(activation, probe):
@@ -237,11 +222,6 @@ def test_opcheck_of_the_operators_behind_it():
     backward = torch.ops.sparsam.block_linear_backward.default
     torch.library.opcheck(backward, (grad, x, values, pre, *index, "gelu", True, True, True))
     torch.library.opcheck(torch.ops.sparsam.block_scores.default, (grad, x, values, pre, *index, "gelu"))
-    packed = pack(values, index, 96, 64, torch.float32)
-    if packed is not None:
-        torch.library.opcheck(
-            torch.ops.sparsam.packed_block_linear.default, (x, packed, values, None, *index, 64, "none")
-        )
 
 
 def test_meta_tensors_go_through():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -293,6 +294,86 @@ def test_a_frozen_layer_packs_again_for_another_instruction_set():
                 torch.testing.assert_close(sparse(x), sparse.to_dense()(x), rtol=1e-4, atol=1e-5)
     finally:
         cpu.set_isa(before)
+
+
+def frozen(dtype=torch.float32):
+    """A frozen ActivatedLinear(96, 64) with most of its 32 x 32 blocks, and 3 rows for it."""
+    dense = ActivatedLinear(96, 64, activation="gelu").to(dtype)
+    sparse = SparseLinear.from_dense(dense, grid("101/110"), Block(32, 32)).eval()
+    sparse.freeze()
+    return sparse, torch.randn(3, 96, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda bias: bias.data.mul_(2),
+        lambda bias: setattr(bias, "data", torch.randn(64)),
+    ],
+    ids=["in place", "other memory"],
+)
+@torch.no_grad()
+def test_a_frozen_layer_reads_its_bias_at_every_call(change):
+    sparse, x = frozen()
+    before = sparse(x)
+    change(sparse.bias)
+    after = sparse(x)
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, sparse.to_dense()(x))
+    sparse.bias = None
+    torch.testing.assert_close(sparse(x), sparse.to_dense()(x))
+
+
+@torch.no_grad()
+def test_copies_of_a_frozen_layer_hold_no_pack():
+    sparse, x = frozen()
+    wanted = sparse(x)
+    for twin in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
+        assert twin._packed is None
+        torch.testing.assert_close(twin(x), wanted)
+        twin.freeze()
+        assert torch.equal(twin(x), wanted)
+
+
+def test_many_python_threads_share_one_frozen_layer():
+    """The first of them packs; some may do so twice, and all get the same rows."""
+    sparse, x = frozen()
+    with torch.no_grad():
+        wanted = sparse(x)
+    sparse.freeze()
+
+    def work(_):
+        with torch.inference_mode():
+            return [sparse(x) for _ in range(50)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(y, wanted) for found in pool.map(work, range(8)) for y in found)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@torch.no_grad()
+def test_a_frozen_layer_compiles(warm):
+    """Whole when it has packed; before that the graph breaks where it packs."""
+    torch._dynamo.reset()
+    sparse, x = frozen(torch.bfloat16)
+    wanted = sparse(x)
+    if not warm:
+        sparse.freeze()
+    compiled = torch.compile(sparse, backend="aot_eager", fullgraph=warm)
+    assert torch.equal(compiled(x), wanted)
+    assert torch.equal(compiled(x), wanted)
+    assert torch.equal(sparse(x), wanted)
+
+
+def test_a_frozen_layer_under_a_mode_or_a_transform():
+    sparse, x = frozen()
+    sparse.requires_grad_(False)
+    wanted = sparse(x)
+    torch.testing.assert_close(torch.vmap(sparse)(x), wanted)
+    with torch.device("meta"):
+        torch.testing.assert_close(sparse(x), wanted)
+    sparse.bias.requires_grad_()
+    torch.testing.assert_close(sparse(x).detach(), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:.*has no kernel")

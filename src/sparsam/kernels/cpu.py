@@ -14,10 +14,11 @@ import torch  # before the library: both then share torch's OpenMP
 from sparsam.kernels.index import BlockIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = [
     "ACTIVATIONS",
+    "DTYPES",
     "ISAS",
     "Library",
     "available_isas",
@@ -32,7 +33,7 @@ ABI_VERSION = 1
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 ACTIVATIONS = ("none", "relu", "relu2", "gelu", "gelu_tanh", "silu")
 LIBRARY_NAME = "libsparsam_cpu.so"
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _OK, _BAD_ARGUMENT, _OUT_OF_MEMORY, _UNSUPPORTED = range(4)
 
 _int32, _int64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
@@ -83,6 +84,23 @@ class Library:
                 f"{path}: expected interface version {ABI_VERSION}, got {version}. Install sparsam again."
             )
         self.c.sparsam_pack_bytes.restype = self.c.sparsam_scratch_bytes.restype = _int64
+        # declared types convert plain numbers in C: for one row that is a third of the call
+        self.c.sparsam_forward.argtypes = [
+            *(
+                _pointer,
+                _int32,
+                _int64,
+                _pointer,
+                _int64,
+                _pointer,
+                _int32,
+                _int32,
+                _pointer,
+                _pointer,
+                _pointer,
+                _int32,
+            )
+        ]
 
     def forward(
         self,
@@ -101,12 +119,12 @@ class Library:
             raise ValueError("packed weights: expected what `pack` returned, got a copy or a part. Pack again.")
         status = self.c.sparsam_forward(
             ctypes.byref(layer),
-            _int32(_DTYPES[x.dtype]),
+            _int32(DTYPES[x.dtype]),
             _int64(x.shape[0]),
             _at(x),
             _int64(x.stride(0)),
             _at(bias),
-            _int32(0 if bias is None else _DTYPES[bias.dtype]),
+            _int32(0 if bias is None else DTYPES[bias.dtype]),
             _int32(ACTIVATIONS.index(activation)),
             _at(y),
             _at(pre),
@@ -118,6 +136,16 @@ class Library:
                 f"packed weights: expected ones of this layer for {x.dtype} on {current_isa()}, got others. Pack again."
             )
         _check(status, "forward")
+
+    def ready_forward(
+        self, values: torch.Tensor, index: BlockIndex, in_features: int, out_features: int, dtype: torch.dtype
+    ) -> Callable[..., int]:
+        """sparsam_forward with its first two arguments, for many calls; the caller keeps values and index alive.
+
+        It takes tokens, x, ldx, bias, bias_dtype, activation, y, pre, packed and threads, and returns the status.
+        """
+        layer = _layer(values, index, in_features, out_features)
+        return functools.partial(self.c.sparsam_forward, ctypes.byref(layer), DTYPES[dtype])
 
     def backward(
         self,
@@ -162,7 +190,7 @@ class Library:
         layer = _layer(values, index, x.shape[1], grad.shape[1])
         status = getattr(self.c, f"sparsam_{name}")(
             ctypes.byref(layer),
-            _int32(_DTYPES[grad.dtype]),
+            _int32(DTYPES[grad.dtype]),
             _int64(grad.shape[0]),
             _at(grad),
             _int64(grad.stride(0)),
@@ -180,12 +208,12 @@ class Library:
     ) -> torch.Tensor | None:
         """Weights laid out for the forward of a frozen model: uint8, aligned to 64 bytes; None when not needed."""
         layer = _layer(values, index, in_features, out_features)
-        size = self.c.sparsam_pack_bytes(ctypes.byref(layer), _int32(_DTYPES[dtype]))
+        size = self.c.sparsam_pack_bytes(ctypes.byref(layer), _int32(DTYPES[dtype]))
         if size <= 0:
             return None
         packed = torch.empty(size + 64, dtype=torch.uint8)
         packed = packed[-packed.data_ptr() % 64 :][:size]
-        status = self.c.sparsam_pack(ctypes.byref(layer), _int32(_DTYPES[dtype]), _at(packed), _int32(threads()))
+        status = self.c.sparsam_pack(ctypes.byref(layer), _int32(DTYPES[dtype]), _at(packed), _int32(threads()))
         _check(status, "pack")
         return packed
 
@@ -234,13 +262,13 @@ class Library:
             _int64(x.shape[-1]),
             _at(x),
             _at(branch),
-            _int32(0 if branch is None else _DTYPES[branch.dtype]),
+            _int32(0 if branch is None else DTYPES[branch.dtype]),
             _at(weight),
             _at(bias),
             ctypes.c_float(eps),
             _at(added),
             _at(out),
-            _int32(_DTYPES[out.dtype]),
+            _int32(DTYPES[out.dtype]),
             _at(mean),
             _at(rstd),
             _int32(threads()),
@@ -262,7 +290,7 @@ class Library:
             _int64(mean.numel()),
             _int64(added.shape[-1]),
             _at(dout),
-            _int32(_DTYPES[dout.dtype]),
+            _int32(DTYPES[dout.dtype]),
             *map(_at, (dadded, added, mean, rstd, weight, *gradients)),
             _int32(threads()),
         )
@@ -342,7 +370,7 @@ def _find() -> Path | None:
 def _layer(values: torch.Tensor, index: BlockIndex, in_features: int, out_features: int) -> _Layer:
     slots, rows, cols = values.shape
     pointers = (tensor.data_ptr() for tensor in index)
-    dtype = _DTYPES[values.dtype]
+    dtype = DTYPES[values.dtype]
     return _Layer(in_features, out_features, rows, cols, slots, dtype, values.data_ptr(), *pointers)
 
 

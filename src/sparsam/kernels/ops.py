@@ -15,11 +15,10 @@ import torch
 from sparsam.kernels import cpu, csr, reference
 from sparsam.kernels.checks import check_linear, refuse_second_order
 from sparsam.kernels.index import BlockIndex
+from sparsam.kernels.operands import NATIVE_DTYPES, as_autocast, as_bias, as_rows, is_plain
 
-__all__ = ["backend", "block_linear", "pack", "packed_block_linear"]
+__all__ = ["backend", "block_linear"]
 
-_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _INDEX = "Tensor block_row, Tensor block_col, Tensor row_start, Tensor row_slots, Tensor col_start, Tensor col_slots"
 
 
@@ -58,52 +57,12 @@ def block_linear(
     """
     if not x.dtype.is_floating_point:
         raise ValueError(f"block_linear: expected a floating-point x, got {x.dtype}. Cast it first.")
-    # as torch's own autocast does, double is left alone; meta has none
-    if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = as_autocast(x)
     check_linear(x, values, index, out_features, bias, activation, probe)
     keep_pre = activation != "none" and torch.is_grad_enabled()
-    call = _Eager.apply if _is_plain(x, values) else torch.ops.sparsam.block_linear
+    call = _Eager.apply if torch.is_grad_enabled() and is_plain(x, values) else torch.ops.sparsam.block_linear
     y, _ = call(x, values, bias, probe, *index, out_features, activation, keep_pre)
     return y  # type: ignore[no-any-return]
-
-
-def pack(
-    values: torch.Tensor, index: BlockIndex, in_features: int, out_features: int, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """Weights laid out for the current instruction set, for `packed_block_linear`; None where no layout helps.
-
-    The result goes stale when values or index change, so it belongs to an explicitly frozen model only.
-    """
-    native = cpu.library() if values.device.type == "cpu" and dtype in _NATIVE_DTYPES else None
-    if native is None or values.dtype not in _NATIVE_DTYPES:
-        return None
-    return native.pack(values.detach().contiguous(), index, in_features, out_features, dtype)
-
-
-def packed_block_linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    values: torch.Tensor,
-    index: BlockIndex,
-    out_features: int,
-    bias: torch.Tensor | None = None,
-    activation: str = "none",
-) -> torch.Tensor:
-    """`block_linear` without gradients, with the weights that `pack` laid out for x's type.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit, or the pack is of another layer, type or instruction set.
-    """
-    check_linear(x, values, index, out_features, bias, activation, name="packed_block_linear")
-    if x.dtype not in _NATIVE_DTYPES or values.dtype not in _NATIVE_DTYPES or x.device.type != "cpu":
-        raise ValueError(
-            "packed_block_linear: expected x and values of float32 or bfloat16 on a CPU, "
-            f"got {x.dtype} and {values.dtype} on {x.device}. Use block_linear."
-        )
-    return torch.ops.sparsam.packed_block_linear(  # type: ignore[no-any-return]
-        x, packed, values, bias, *index, out_features, activation
-    )
 
 
 _lib = torch.library.Library("sparsam", "DEF")
@@ -112,7 +71,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 def _native(x: torch.Tensor, values: torch.Tensor) -> cpu.Library | None:
     native = cpu.library()
-    if native is not None and not (x.dtype in _NATIVE_DTYPES and values.dtype in _NATIVE_DTYPES):
+    if native is not None and not (x.dtype in NATIVE_DTYPES and values.dtype in NATIVE_DTYPES):
         warnings.warn(
             f"block_linear: {x.dtype} with values of {values.dtype} has no kernel and runs as a dense product. "
             "Use float32 or bfloat16.",
@@ -120,18 +79,6 @@ def _native(x: torch.Tensor, values: torch.Tensor) -> cpu.Library | None:
         )
         return None
     return native
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as (T, features) with unit stride in the last dimension, without a copy where that is possible."""
-    flat = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
-    return flat if flat.stride(1) == 1 and flat.stride(0) >= flat.shape[1] else flat.contiguous()
-
-
-def _native_bias(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    if bias is None:
-        return None
-    return (bias if bias.dtype in _NATIVE_DTYPES else bias.to(x.dtype)).contiguous()
 
 
 _lib.define(
@@ -157,10 +104,10 @@ def _forward_cpu(
     y = x.new_empty(*x.shape[:-1], out_features)
     pre = torch.empty_like(y) if keep_pre else x.new_empty(0)
     native.forward(
-        _rows(x),
+        as_rows(x),
         values.contiguous(),
         BlockIndex(*index),
-        _native_bias(bias, x),
+        as_bias(bias, x),
         activation,
         y.view(-1, out_features),
         pre.view(-1, out_features) if keep_pre else None,
@@ -177,7 +124,7 @@ def _forward_reference(
     forward: Callable[..., Any] = reference.forward,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *index, out_features, activation, keep_pre = rest
-    y, pre = forward(_rows(x), values, BlockIndex(*index), out_features, bias, activation)
+    y, pre = forward(as_rows(x), values, BlockIndex(*index), out_features, bias, activation)
     shape = (*x.shape[:-1], out_features)
     # an operator may not return one tensor twice
     return y.reshape(shape), pre.reshape(shape) if keep_pre else x.new_empty(0)
@@ -211,11 +158,11 @@ def _backward_cpu(
     dvalues = torch.empty_like(values, memory_format=torch.contiguous_format) if need_dvalues else x.new_empty(0)
     dbias = torch.empty(grad.shape[-1] if need_dbias else 0, dtype=torch.float32)
     native.backward(
-        _rows(grad),
-        _rows(x),
+        as_rows(grad),
+        as_rows(x),
         values.contiguous(),
         BlockIndex(*index),
-        None if activation == "none" else _rows(pre),
+        None if activation == "none" else as_rows(pre),
         activation,
         dx.view(-1, x.shape[-1]) if need_dx else None,
         dvalues if need_dvalues else None,
@@ -233,8 +180,8 @@ def _backward_reference(
     backward: Callable[..., Any] = reference.backward,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *index, activation, need_dx, need_dvalues, need_dbias = rest
-    saved = None if activation == "none" else _rows(pre)
-    dx, dvalues, dbias = backward(_rows(grad), _rows(x), values, BlockIndex(*index), saved, activation)
+    saved = None if activation == "none" else as_rows(pre)
+    dx, dvalues, dbias = backward(as_rows(grad), as_rows(x), values, BlockIndex(*index), saved, activation)
     none = x.new_empty(0)
     return (
         dx.reshape(x.shape) if need_dx else none,
@@ -272,8 +219,8 @@ def _scores_cpu(
         return _scores_reference(grad, x, values, pre, *rest)
     *index, activation = rest
     scores = _scores_fake(grad, x, values, pre, *rest)
-    saved = None if activation == "none" else _rows(pre)
-    native.scores(_rows(grad), _rows(x), values.contiguous(), BlockIndex(*index), saved, activation, scores)
+    saved = None if activation == "none" else as_rows(pre)
+    native.scores(as_rows(grad), as_rows(x), values.contiguous(), BlockIndex(*index), saved, activation, scores)
     return scores
 
 
@@ -282,8 +229,8 @@ def _scores_reference(
 ) -> torch.Tensor:
     _, rows, cols = values.shape
     activation = rest[-1]
-    saved = None if activation == "none" else _rows(pre)
-    return reference.scores(_rows(grad), _rows(x), rows, cols, saved, activation)
+    saved = None if activation == "none" else as_rows(pre)
+    return reference.scores(as_rows(grad), as_rows(x), rows, cols, saved, activation)
 
 
 def _scores_fake(
@@ -351,49 +298,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        direct = not profiled and grads[0] is not None and _is_plain(grads[0], grads[0])
+        direct = not profiled and grads[0] is not None and is_plain(grads[0])
         return _gradients(ctx, *grads, call=_backward_cpu if direct else torch.ops.sparsam.block_linear_backward)
-
-
-def _is_plain(x: torch.Tensor, values: torch.Tensor) -> bool:
-    """True when nothing traces, transforms or wraps these tensors, and a gradient will be asked for."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    return (
-        type(x) in _PLAIN
-        and type(values) in _PLAIN
-        and x.device.type == "cpu"
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
-
-
-_lib.define(
-    f"packed_block_linear(Tensor x, Tensor packed, Tensor values, Tensor? bias, {_INDEX}, int out_features, "
-    "str activation) -> Tensor",
-    tags=_TAGS,
-)
-
-
-def _packed_cpu(
-    x: torch.Tensor, packed: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, *rest: Any
-) -> torch.Tensor:
-    *index, out_features, activation = rest
-    native = cpu.library()
-    if native is None:
-        raise ValueError("packed_block_linear: expected the compiled library, got none. Use block_linear.")
-    y = x.new_empty(*x.shape[:-1], out_features)
-    flat = y.view(-1, out_features)
-    bias = _native_bias(bias, x)
-    native.forward(_rows(x), values.contiguous(), BlockIndex(*index), bias, activation, flat, None, packed)
-    return y
-
-
-def _packed_fake(
-    x: torch.Tensor, packed: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, *rest: Any
-) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], rest[-2])
 
 
 for _name, _cpu, _reference, _fake in (
@@ -404,6 +310,4 @@ for _name, _cpu, _reference, _fake in (
     _lib.impl(_name, _cpu, "CPU")
     _lib.impl(_name, _reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparsam::{_name}", _fake, lib=_lib)
-_lib.impl("packed_block_linear", _packed_cpu, "CPU")
-torch.library.register_fake("sparsam::packed_block_linear", _packed_fake, lib=_lib)
 torch.library.register_autograd("sparsam::block_linear", _gradients, setup_context=_save, lib=_lib)

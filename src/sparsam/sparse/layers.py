@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsam.kernels.index import BlockIndex, blocks_from_dense, build_index, dense_from_blocks
-from sparsam.kernels.ops import backend, block_linear, pack, packed_block_linear
+from sparsam.kernels.operands import as_autocast
+from sparsam.kernels.ops import backend, block_linear
+from sparsam.kernels.packed import PackedWeights, pack, packed_block_linear
 from sparsam.kernels.reference import activate
 from sparsam.sparse.patterns import Block
 
@@ -102,7 +104,7 @@ class SparseLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.register_buffer("block_row", torch.cat([row, dead]).int().to(device))
         self.register_buffer("block_col", torch.cat([col, dead]).int().to(device))
-        self._packed: dict[tuple[torch.dtype, str], torch.Tensor | None] | None = None
+        self._packed: dict[tuple[torch.dtype, str], PackedWeights | None] | None = None
         for name in ("row_start", "row_slots", "col_start", "col_slots"):
             self.register_buffer(name, torch.empty(0, dtype=torch.int32), persistent=False)
         self.rebuild_index()
@@ -244,20 +246,18 @@ class SparseLinear(nn.Module):
         return super().train(mode)
 
     def _frozen_forward(
-        self, x: torch.Tensor, packs: dict[tuple[torch.dtype, str], torch.Tensor | None]
+        self, x: torch.Tensor, packs: dict[tuple[torch.dtype, str], PackedWeights | None]
     ) -> torch.Tensor:
         if torch.is_grad_enabled() and (x.requires_grad or self.values.requires_grad):
             raise ValueError("SparseLinear: frozen for inference. Call it under torch.no_grad(), or unfreeze() first.")
-        # as block_linear does: the pack is of the type that the product runs in
-        if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = as_autocast(x)  # as block_linear does: the pack is of the type that the product runs in
         kind = x.dtype, _instruction_set()
         if kind not in packs:
             packs[kind] = pack(self.values, self.index, self.in_features, self.out_features, x.dtype)
         packed = packs[kind]
         if packed is None:
             return block_linear(x, self.values, self.index, self.out_features, self.bias, self.activation)
-        return packed_block_linear(x, packed, self.values, self.index, self.out_features, self.bias, self.activation)
+        return packed_block_linear(x, packed, self.bias, self.activation)
 
     def rebuild_index(self) -> None:
         """Sorts the slots again, for whoever has written to `block_row` and `block_col`."""
