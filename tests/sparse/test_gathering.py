@@ -57,6 +57,15 @@ def test_gradients_are_gathered_before_clipping_and_of_inactive_weights_too():
     assert (total[~model[0].weight_topology] != 0).any()
 
 
+def test_what_two_scores_share_is_gathered_once():
+    gathered = sp.Accumulator("sum", lambda total, weight, gradient: total.add_(gradient))
+    method = seen_by(gathered, gathered)
+    model, session = training(method, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    expected = torch.autograd.grad(model(X).square().mean(), model[0].weight)[0]
+    step(model, session)
+    torch.testing.assert_close(method.views[-1]["0"].accumulators["sum"], expected)
+
+
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_a_grown_unit_has_gathered_nothing(storage):
     method = sp.Then(sp.DropGrow(sp.movement, sp.random, 3, sp.constant(0.5)), seen_by())
@@ -170,3 +179,12 @@ def test_weights_behind_zeros_are_not_seen_in_the_model():
         for layer in (model[0], model[2], average.model[0], average.model[2]):
             assert not layer.weight[~layer.weight_topology].any()
     assert session.parts[0]._hidden["0"][~model[0].weight_topology].any()
+
+
+def test_weights_behind_zeros_survive_a_step_that_was_not_prepared():
+    """after_step without before_step, as when a step of others was skipped: nothing was uncovered, nothing is taken."""
+    model, session = training(sp.sr_ste(), pattern=sp.NM(2, 4))
+    step(model, session)
+    hidden = session.parts[0]._hidden["0"].clone()
+    session.after_step(applied=False)
+    assert torch.equal(session.parts[0]._hidden["0"], hidden)

@@ -312,8 +312,10 @@ def _time(candidate: Candidate, pattern: Block, profile: LinearProfile, tokens: 
 
 def _first_topology(candidate: Candidate, pattern: Pattern, seed: int) -> torch.Tensor:
     view = _view(candidate, pattern, seed)
+    scores = magnitude(view)
     count = pattern.count(view.units, candidate.density)
-    return pattern.choose(magnitude(view), count, stateless_uniform(tuple(view.topology.shape), seed, 0, view.name))
+    ties = stateless_uniform(tuple(scores.shape), seed, 0, candidate.name, scores.device)
+    return pattern.choose(scores, count, ties)
 
 
 def _view(candidate: Candidate, pattern: Pattern, seed: int) -> LayerView:

@@ -14,6 +14,7 @@ from torch import nn
 from sparsam.session import Part, Rewire, Session
 from sparsam.sparse.methods import Method
 from sparsam.sparse.moments import RetainedMoments, check_optimizer, moments, reset_moments
+from sparsam.sparse.scores import Accumulator
 from sparsam.sparse.views import LayerView
 from sparsam.sparse.weights import SparseWeight, sparse_weights
 
@@ -55,8 +56,10 @@ class SparseTraining(Part):
         self._foreign_loop = True
         self._growth: dict[str, torch.Tensor | None] = {}
         self._ever_active: dict[str, torch.Tensor] = {}
+        self._gathers: dict[str, Accumulator] = {}
         self._accumulators: dict[str, dict[str, torch.Tensor]] = {}
         self._hidden: dict[str, torch.Tensor] = {}
+        self._uncovered = False
         self._retained = RetainedMoments() if keep_moments else None
 
     def attach(self, session: Session) -> None:
@@ -87,10 +90,11 @@ class SparseTraining(Part):
             weight.hold(True)
             weight.keep_zeros()
         self._ever_active = {name: weight.topology.clone() for name, weight in weights.items()}
-        names = {accumulator.name for accumulator in self.method.accumulators}
+        # two scores may gather the same
+        self._gathers = {accumulator.name: accumulator for accumulator in self.method.accumulators}
         self._accumulators = {
-            weight.name: {name: torch.zeros_like(weight.parameter, dtype=torch.float32) for name in sorted(names)}
-            for weight in (self._trained() if names else ())
+            weight.name: {name: torch.zeros_like(weight.parameter, dtype=torch.float32) for name in self._gathers}
+            for weight in (self._trained() if self._gathers else ())
         }
         if self.method.hidden_decay is not None:
             self._hidden = {weight.name: weight.parameter.detach().clone() for weight in self._trained()}
@@ -123,13 +127,15 @@ class SparseTraining(Part):
                 self._uncover(weight)
             else:
                 weight.keep_gradient_zeros()
+        self._uncovered = bool(self._hidden)
 
     @torch.no_grad()
     def after_step(self, applied: bool) -> None:
         for name, weight in self._weights.items():
-            if name in self._hidden:
+            if name in self._hidden and self._uncovered:
                 self._hidden[name].copy_(weight.parameter)
             weight.keep_zeros()
+        self._uncovered = False
         if applied and self.session.applied_steps == 1:
             self._drop_what_the_optimizer_keeps()
         if applied and self.method.due(self.session.applied_steps):
@@ -227,17 +233,16 @@ class SparseTraining(Part):
             gradient = parameter.grad.float()
             # of a gradient that is not finite nothing can be learnt, and its step will be skipped
             if bool(gradient.isfinite().all()):
-                for accumulator in self.method.accumulators:
-                    if accumulator.name in kept:
-                        accumulator.update(kept[accumulator.name], parameter.detach(), gradient)
+                for name, total in kept.items():
+                    self._gathers[name].update(total, parameter.detach(), gradient)
 
     def _drop_what_the_optimizer_keeps(self) -> None:
         """Gathers no longer what turned out to be among the optimiser's moments."""
         for layer, kept in self._accumulators.items():
             known = moments(self.session.optimizer, self._weights[layer].parameter)
-            for accumulator in self.method.accumulators:
+            for name, accumulator in self._gathers.items():
                 if accumulator.instead_of in known:
-                    kept.pop(accumulator.name, None)
+                    kept.pop(name, None)
 
     @torch.no_grad()
     def _uncover(self, weight: SparseWeight) -> None:
