@@ -74,6 +74,17 @@ def test_top_k_is_exact_for_any_scores(data, scores):
     assert not inside or not outside or min(inside) >= max(outside)
 
 
+@hypothesis.given(st.data(), st.lists(SCORES, max_size=30))
+def test_top_k_chooses_what_stable_sorts_choose(data, scores):
+    """Also where ties are equal: then the first place wins, so that every rank and every resume agrees."""
+    scores = torch.tensor(scores)
+    count = data.draw(st.integers(0, len(scores)))
+    ties = torch.randint(3, (len(scores),)).float()
+    by_tie = ties.argsort(descending=True, stable=True)
+    order = by_tie[scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)[by_tie].argsort(descending=True, stable=True)]
+    assert top_k(scores, count, ties).nonzero().flatten().tolist() == sorted(order[:count].tolist())
+
+
 def test_equal_scores_are_ordered_by_ties():
     chosen = top_k(torch.zeros(2, 2), 2, torch.tensor([[0.1, 0.4], [0.3, 0.2]]))
     assert chosen.tolist() == [[False, True], [True, False]]
