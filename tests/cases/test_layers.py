@@ -282,7 +282,7 @@ class Separable(nn.Module):
 
 @pytest.mark.parametrize("pattern", [sp.Unstructured(), sp.Block(4, 4)], ids=str)
 @pytest.mark.parametrize("method", [sp.static, lambda: sp.set_(every=1), lambda: sp.rigl(every=1)])
-@pytest.mark.parametrize("allocation", [sp.uniform, sp.erdos_renyi])
+@pytest.mark.parametrize("allocation", [sp.uniform, sp.erdos_renyi, sp.by_sensitivity(sp.magnitude)])
 def test_s10_at_99_percent_no_layer_dies(pattern, method, allocation):
     model = Separable()
     with torch.no_grad():
@@ -294,6 +294,22 @@ def test_s10_at_99_percent_no_layer_dies(pattern, method, allocation):
         assert step(session, x).isfinite()
         assert zeros_hold(model)
         assert all(weight.topology.any() for weight in sparse_weights(model).values())
+
+
+@pytest.mark.parametrize("method", [sp.static, lambda: sp.set_(every=1), lambda: sp.rigl(every=1)])
+def test_s10_layers_that_compete_leave_each_other_a_unit_or_say_that_there_are_too_few(method):
+    model = Separable()
+    with torch.no_grad():
+        model.pointwise.weight.mul_(1e-6)
+    table = sp.sparsify(model, sp.Unstructured(), 0.01, storage="masked", allocation=sp.global_(floor=0.0))
+    assert table.density == pytest.approx(0.01, abs=1e-3)
+    assert [row.active_units for row in table.rows if row.name == "pointwise"] == [1]
+    session = session_of(model, method())
+    for _ in range(4):
+        assert step(session, torch.randn(4, 3, 8, 8)).isfinite()
+        assert all(weight.topology.any() for weight in sparse_weights(model).values())
+    with pytest.raises(ValueError, match=r"global_: expected a density that leaves every layer its floor of 0 and one"):
+        sp.sparsify(Separable(), sp.Block(4, 4), 0.01, storage="masked", allocation=sp.global_(floor=0.0))
 
 
 class LowRank(nn.Module):

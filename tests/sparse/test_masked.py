@@ -107,12 +107,14 @@ def model_of(kind):
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("kind", KINDS)
 class TestKinds:
-    @pytest.mark.parametrize("pattern", [Unstructured(), Block(2, 3)], ids=str)
+    @pytest.mark.parametrize("pattern", [Unstructured(), Block(2, 3), sp.NM(2, 4), sp.Neuron()], ids=str)
     def test_every_weight_is_a_topology_of_its_own(self, kind, pattern):
         model, x, names = model_of(kind)
         transposed = kind.startswith("ConvTranspose")
         if transposed and pattern != Unstructured():
-            with pytest.raises(ValueError, match=r"ConvTranspose2d keeps \(in, out\) channels, where Block"):
+            with pytest.raises(
+                ValueError, match=rf"ConvTranspose2d keeps \(in, out\) channels, where {type(pattern).__name__}"
+            ):
                 sp.sparsify(model, pattern, 0.5, storage="masked")
             return
         table = sp.sparsify(model, pattern, 0.5, storage="masked")
