@@ -107,9 +107,10 @@ class Training:
         parts: list[Part] = [Precision(recipe.precision), self.rewires]
         factor = 1.0
         if recipe.sparsity is not None and sparse:
-            parts.insert(0, SparseTraining(recipe.sparsity.method.build(training.steps)))
+            method = recipe.sparsity.build_method(training.steps)
+            parts.insert(0, SparseTraining(method, keep_moments=recipe.sparsity.keep_moments))
             factor = recipe.sparsity.lr_factor
-        parts.append(LearningRate(recipe.optimizer.schedule(training.steps), factor))
+        parts.append(LearningRate(recipe.rate(sparse), factor))
         self.session = Session(
             model, self.optimizer, parts, accumulate=training.accumulate, clip=recipe.optimizer.clip, seed=training.seed
         )

@@ -40,7 +40,7 @@ REFUSED = {
     ),
     "pattern": (
         "sparsity: {pattern: {type: blok}}",
-        "r.yaml: sparsity.pattern: expected block or unstructured, got 'blok'; did you mean 'block'?",
+        "r.yaml: sparsity.pattern: expected block or unstructured or nm or neuron, got 'blok'; did you mean 'block'?",
     ),
     "list": ("sparsity: {exclude: head}", "r.yaml: sparsity.exclude: expected a list, got 'head'."),
     "betas": ("optimizer: {betas: [1, 2]}", "r.yaml: optimizer.betas: expected two numbers in [0, 1), got [1.0, 2.0]."),
@@ -61,6 +61,141 @@ REFUSED = {
     "nothing to move": (
         "sparsity: {density: 1.0}",
         "r.yaml: sparsity: method rigl has nothing to move at density 1; use method static or a lower density.",
+    ),
+    "no such method": (
+        "sparsity: {method: {type: grannet}}",
+        "r.yaml: sparsity.method: expected static or set or rigl or drop_grow or gmp or granet or taylor_pruning or "
+        "ac_dc or sr_ste or recovery or resize, got 'grannet'; did you mean 'granet'?",
+    ),
+    "no such score": (
+        "sparsity: {method: {type: resize, keep: tailor}}",
+        "r.yaml: sparsity.method.keep: expected magnitude or gradient or taylor or fisher or movement or momentum or "
+        "random, got 'tailor'; did you mean 'taylor'?",
+    ),
+    "no such allocation": (
+        "sparsity: {allocation: globl}",
+        "r.yaml: sparsity.allocation: expected uniform or erdos_renyi or global or by_sensitivity, got 'globl'; "
+        "did you mean 'global'?",
+    ),
+    "no such schedule": (
+        "sparsity: {method: {type: resize, schedule: {type: cosin}}}",
+        "r.yaml: sparsity.method.schedule: expected cosine or cubic or linear or stages, got 'cosin'; "
+        "did you mean 'cosine'?",
+    ),
+    "no such key of a schedule": (
+        "sparsity: {method: {type: resize, schedule: {type: cubic, initail: 0.8}}}",
+        "r.yaml: sparsity.method.schedule.initail: there is no such key; did you mean 'initial'?",
+    ),
+    "groups": (
+        "sparsity: {pattern: {type: nm, n: 4, m: 4}}",
+        "r.yaml: sparsity.pattern: expected n smaller than m, got 4:4.",
+    ),
+    "more than groups hold": (
+        "sparsity: {pattern: {type: nm}, density: 0.6}",
+        "r.yaml: sparsity: pattern nm holds 2 of 4, density 0.6 is more; use density 0.5.",
+    ),
+    "groups of other densities": (
+        "sparsity: {pattern: {type: nm}, method: {type: gmp}}",
+        "r.yaml: sparsity: pattern nm holds 2 of 4 or all, and method gmp passes through what is between; "
+        "use method sr_ste, ac_dc, rigl, set or static.",
+    ),
+    "groups that are shared out": (
+        "sparsity: {pattern: {type: nm}, allocation: erdos_renyi}",
+        "r.yaml: sparsity: pattern nm has the same density in every layer, got allocation erdos_renyi; "
+        "use allocation uniform.",
+    ),
+    "compact groups": (
+        "sparsity: {pattern: {type: nm}, storage: compact}",
+        "r.yaml: sparsity: storage compact needs pattern block, got nm; use storage masked or pattern block.",
+    ),
+    "compact and trained behind zeros": (
+        "sparsity: {method: {type: sr_ste}, storage: compact}",
+        "r.yaml: sparsity: storage compact does not go with method sr_ste: inactive weights go on training behind "
+        "their zeros; use storage masked.",
+    ),
+    "compact and grown by what it has not": (
+        "sparsity: {method: {type: drop_grow, grow: momentum}, storage: compact}",
+        "r.yaml: sparsity: storage compact does not go with method drop_grow: it grows by momentum, which inactive "
+        "weights have in masked storage only; use storage masked.",
+    ),
+    "compact and growing": (
+        "sparsity: {method: {type: recovery}, storage: compact}",
+        "r.yaml: sparsity: storage compact has no place for what method recovery grows; use storage auto or masked.",
+    ),
+    "compact and growing in stages": (
+        "sparsity: {method: {type: resize, schedule: {initial: 0.05}}, storage: compact}",
+        "r.yaml: sparsity: storage compact has no place for what method resize grows; use storage auto or masked.",
+    ),
+    "moments kept nowhere": (
+        "sparsity: {keep_moments: true}",
+        "r.yaml: sparsity: keep_moments needs masked storage, where a unit has a place of its own; "
+        "use storage masked, or keep_moments false.",
+    ),
+    "nothing to prune": (
+        "sparsity: {method: {type: gmp, initial: 0.1}}",
+        "r.yaml: sparsity: method gmp begins at density 0.1, sparsity.density 0.1 is no less; "
+        "use a lower density or method static.",
+    ),
+    "nothing to grow back": (
+        "sparsity: {density: 1.0, method: {type: recovery}}",
+        "r.yaml: sparsity: method recovery has nothing to grow back at density 1; use a lower density.",
+    ),
+    "too late": (
+        "sparsity: {method: {type: taylor_pruning}}",
+        "r.yaml: sparsity: method taylor_pruning, every 1000 steps, reaches density 0.1 at step 11000, after "
+        "training.steps 500; use a smaller every or more steps.",
+    ),
+    "ends dense": (
+        "sparsity: {method: {type: ac_dc, until: 1.0}}",
+        "r.yaml: sparsity: method ac_dc begins its last sparse phase at step 500, training.steps is 500: the model "
+        "would end dense; use shorter phases or a smaller until.",
+    ),
+    "begins after its end": (
+        "sparsity: {method: {type: granet, begin: 0.8}}",
+        "r.yaml: sparsity: method granet begins at 0.8 of the training and ends at 0.75: expected until later than "
+        "begin, by a step at least of training.steps 500.",
+    ),
+    "recovers before it prunes": (
+        "sparsity: {method: {type: recovery, prune: 0.4}}",
+        "r.yaml: sparsity: method recovery prunes at 0.4 of the training, fine-tunes until 0.3 and grows until 0.8: "
+        "expected rising shares, a step of training.steps 500 apart at least.",
+    ),
+    "ends elsewhere": (
+        "sparsity: {method: {type: resize, schedule: {type: stages, values: [[0, 1.0], [0.5, 0.2]]}}}",
+        "r.yaml: sparsity: method.schedule ends at density 0.2, sparsity.density is 0.1; make them equal.",
+    ),
+    "stages of no step": (
+        "sparsity: {method: {type: resize, schedule: {type: stages, values: [[0, 1.0], [0.001, 0.1]]}}}",
+        "r.yaml: sparsity: method.schedule has stages of less than one step of training.steps 500; "
+        "leave some out or train longer.",
+    ),
+    "stages out of order": (
+        "sparsity: {method: {type: resize, schedule: {type: stages, values: [[0.1, 1.0], [0.5, 0.1]]}}}",
+        "r.yaml: sparsity.method.schedule.values: expected rising shares of the training that begin with 0, "
+        "got [0.1, 0.5].",
+    ),
+    "stages of three": (
+        "sparsity: {method: {type: resize, schedule: {type: stages, values: [[0, 1.0], [0.5, 0.1, 3]]}}}",
+        "r.yaml: sparsity.method.schedule.values: expected pairs of a share of the training and a density, "
+        "both up to 1, got [0.5, 0.1, 3.0].",
+    ),
+    "too slow": (
+        "sparsity: {method: {type: resize, schedule: {limit_rate: 0.001}}}",
+        "r.yaml: sparsity: method.schedule with limit_rate 0.001 comes to density 0.641 by step 375, short of "
+        "sparsity.density 0.1; use a larger limit_rate or a later until.",
+    ),
+    "moved when": (
+        "sparsity: {method: {type: resize, fraction: 0.1, schedule: {type: stages}}}",
+        "r.yaml: sparsity: method.fraction moves units every so many steps; set method.every, or fraction 0.",
+    ),
+    "a floor above the density": (
+        "sparsity: {density: 0.005, allocation: global}",
+        "r.yaml: sparsity: allocation.floor 0.01 is above density 0.005; lower the floor or use allocation uniform.",
+    ),
+    "gradients before the first step": (
+        "sparsity: {allocation: by_sensitivity}",
+        "r.yaml: sparsity: allocation.score taylor needs gradients, and method rigl shares density out before the "
+        "first step; use score magnitude, or a method that changes density.",
     ),
     "fp8": (
         "precision: fp8",

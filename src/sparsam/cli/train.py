@@ -117,7 +117,7 @@ def _about(training: Training) -> Iterator[tuple[str, str]]:
     yield "model", f"{training.task.model_name} · {parameters / 1e6:.3g} M parameters"
     if training.table is not None and recipe.sparsity is not None:
         sparse = [row for row in training.table.rows if row.storage != "dense"]
-        method = recipe.sparsity.method.text(recipe.training.steps)
+        method = recipe.sparsity.method.text(recipe.training.steps, recipe.sparsity.density)
         yield (
             "sparse",
             f"{100 * (1 - training.table.density):.3g} % of {len(sparse)} of {len(training.table.rows)} matrices · "

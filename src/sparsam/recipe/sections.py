@@ -6,64 +6,29 @@ What does not go together is refused here, before any data is read. Every defaul
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from torch import nn
 
-from sparsam.measure.device_profile import DeviceProfile
+from sparsam.recipe.allocations import AnyAllocation
+from sparsam.recipe.density import AnyMethod, AnySchedule
+from sparsam.recipe.patterns import AnyPattern
+from sparsam.recipe.section import Strict, Typed
+from sparsam.recipe.sparsity import Sparsity
 from sparsam.schedules import Schedule, cosine, warm_up
-from sparsam.sparse import published
-from sparsam.sparse.allocation import erdos_renyi, uniform
-from sparsam.sparse.methods import Method
-from sparsam.sparse.patterns import Block, Pattern, Unstructured
-from sparsam.sparse.sparsify import inspect, sparsify
-from sparsam.sparse.table import SparsityTable
 from sparsam.tasks import language
 from sparsam.tasks.gpt import GPT
 from sparsam.tasks.huggingface import FolderModel
 
-__all__ = [
-    "ALL_SLOW",
-    "TAGS",
-    "VERSION",
-    "AdamW",
-    "BlockPattern",
-    "Data",
-    "GPTModel",
-    "Recipe",
-    "Rewiring",
-    "Sparsity",
-    "Static",
-    "TrainingSection",
-    "UnstructuredPattern",
-    "all_slow",
-]
+__all__ = ["TAGS", "VERSION", "AdamW", "Data", "GPTModel", "Recipe", "TrainingSection"]
 
 VERSION = 1
-ALL_SLOW = (
-    "no layer is faster in blocks on this machine: all left dense; sparsity.if_slow: compact trains sparse all the same"
-)
 
 # Optimisers that look at the shape of a weight or mix entries far apart: on blocks they would compute something else.
 _SHAPE_READING = {"muon", "adafactor", "shampoo", "soap", "adamw8bit", "adam8bit"}
-
-
-class Strict(BaseModel):
-    """A section: no unknown keys, no silent conversions, no changes after reading."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Typed(Strict):
-    """A section that says of which type it is, in upper or lower case as its name is usually written."""
-
-    @field_validator("type", mode="before", check_fields=False)
-    @classmethod
-    def _in_any_case(cls, given: object) -> object:
-        return _lower(given)
 
 
 class GPTModel(Strict):
@@ -95,156 +60,16 @@ class Data(Strict):
     validation_share: float = Field(0.05, gt=0, lt=0.5)
 
 
-class BlockPattern(Typed):
-    """Whole blocks of weights live and die together."""
-
-    type: Literal["block"] = "block"
-    rows: int = Field(32, ge=1, le=256)
-    cols: int = Field(32, ge=1, le=256)
-
-    @property
-    def text(self) -> str:
-        return f"blocks of {self.rows} × {self.cols}"
-
-    def build(self) -> Pattern:
-        return Block(self.rows, self.cols)
-
-
-class UnstructuredPattern(Typed):
-    """Single weights live and die. Fewer FLOPs on paper, the same time."""
-
-    type: Literal["unstructured"] = "unstructured"
-
-    @property
-    def text(self) -> str:
-        return "single weights"
-
-    def build(self) -> Pattern:
-        return Unstructured()
-
-
-class Static(Typed):
-    """The first topology is kept."""
-
-    type: Literal["static"] = "static"
-
-    def text(self, steps: int) -> str:
-        return "the first topology stays"
-
-    def build(self, steps: int) -> Method:
-        return published.static()
-
-
-class Rewiring(Typed):
-    """SET (grows at random) or RigL (grows where the dense gradient is large)."""
-
-    type: Literal["set", "rigl"] = "rigl"
-    every: int = Field(100, ge=1)
-    fraction: float = Field(0.3, gt=0, le=1)
-    until: float = Field(0.75, gt=0, le=1)
-
-    def text(self, steps: int) -> str:
-        name = "RigL" if self.type == "rigl" else "SET"
-        return f"{name} every {self.every} steps until step {self._last(steps)}"
-
-    def build(self, steps: int) -> Method:
-        """The method for a training of so many steps; `until` is a share of them."""
-        make = published.rigl if self.type == "rigl" else published.set_
-        return make(self.every, self.fraction, self._last(steps))
-
-    def _last(self, steps: int) -> int:
-        return max(1, int(self.until * steps))
-
-
-def _typed(default: str) -> Discriminator:
-    """Chooses between sections by their `type:`, or by the default where none is given."""
-    return Discriminator(
-        lambda value: _lower(value.get("type", default)) if isinstance(value, dict) else getattr(value, "type", default)
-    )
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-AnyPattern = Annotated[
-    Annotated[BlockPattern, Tag("block")] | Annotated[UnstructuredPattern, Tag("unstructured")], _typed("block")
-]
-AnyMethod = Annotated[
-    Annotated[Static, Tag("static")] | Annotated[Rewiring, Tag("set")] | Annotated[Rewiring, Tag("rigl")],
-    _typed("rigl"),
-]
 AnyModel = Annotated[
     Annotated[GPTModel, Tag("gpt")] | Annotated[str, Tag("folder")],
     Discriminator(lambda value: "folder" if isinstance(value, str) else "gpt"),
 ]
-TAGS = {"block", "unstructured", "static", "set", "rigl", "gpt", "folder"}
-
-
-class Sparsity(Strict):
-    """What is made sparse, how much, and how it changes."""
-
-    pattern: AnyPattern = BlockPattern()
-    density: float = Field(0.1, gt=0, le=1)
-    method: AnyMethod = Rewiring()
-    allocation: Literal["uniform", "erdos_renyi"] = "uniform"
-    storage: Literal["auto", "compact", "masked"] = "auto"
-    if_slow: Literal["dense", "scatter", "compact"] = "dense"
-    include: list[str] = ["*"]
-    exclude: list[str] = []
-    sparse_fan_in: bool | None = None  # None: for models that are not trained yet
-    lr_factor: float = Field(1.0, gt=0, le=2)
-
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
-        if isinstance(self.pattern, UnstructuredPattern) and self.storage == "compact":
-            raise ValueError(
-                "storage compact needs pattern block, got unstructured; use storage masked or pattern block"
-            )
-        if self.density == 1 and isinstance(self.method, Rewiring):
-            raise ValueError(
-                f"method {self.method.type} has nothing to move at density 1; use method static or a lower density"
-            )
-        return self
-
-    def apply(self, model: nn.Module, profile: DeviceProfile, recipe: Recipe) -> SparsityTable:
-        """Makes the model sparse as this section of `recipe` says; the table of what was done.
-
-        A table of dense layers alone is the answer where every eligible layer measures slower in blocks.
-
-        Raises:
-            ValueError: no layer is eligible, for another reason than its speed.
-        """
-        found = self.inspect(model, profile, recipe)
-        if all_slow(found):
-            return found
-        fan_in = not recipe.starts_trained if self.sparse_fan_in is None else self.sparse_fan_in
-        pattern, options = self.pattern.build(), self._options(profile, recipe)
-        return sparsify(model, pattern, self.density, sparse_fan_in=fan_in, **options)
-
-    def inspect(self, model: nn.Module, profile: DeviceProfile, recipe: Recipe) -> SparsityTable:
-        """The table that `apply` would give; the model stays as it is."""
-        return inspect(model, self.pattern.build(), self.density, **self._options(profile, recipe))
-
-    def _options(self, profile: DeviceProfile, recipe: Recipe) -> dict[str, Any]:
-        training = recipe.training
-        return {
-            "include": self.include,
-            "exclude": self.exclude,
-            "allocation": uniform if self.allocation == "uniform" else erdos_renyi,
-            "storage": self.storage,
-            "profile": profile,
-            "tokens": training.batch * training.context,
-            "format": recipe.precision,
-            "if_slow": self.if_slow,
-            "seed": training.seed,
-        }
-
-
-def all_slow(table: SparsityTable) -> bool:
-    """Whether no layer is sparse, and some are dense only because their blocks measured slower."""
-    timed = any(row.compact_ms is not None and row.dense_ms is not None for row in table.rows)
-    return timed and all(row.storage == "dense" for row in table.rows)
+# names that pydantic puts into the place of an error, and that no reader has written
+TAGS = frozenset({"gpt", "folder"}).union(
+    get_args(annotated)[1].tag
+    for union in (AnyPattern, AnyMethod, AnyAllocation, AnySchedule)
+    for annotated in get_args(get_args(union)[0])
+)
 
 
 class AdamW(Typed):
@@ -327,6 +152,11 @@ class Recipe(Strict):
     def _goes_together(self) -> Self:
         if self.sparsity is None and self.twin != "none":
             raise ValueError(f"twin {self.twin} needs sparsity, a dense run has no twin; set twin: none")
+        if self.sparsity is not None:
+            try:
+                self.sparsity.check(self.training.steps)
+            except ValueError as error:
+                raise ValueError(f"sparsity: {error}") from error
         return self
 
     def task(self) -> language.Task:
@@ -352,6 +182,15 @@ class Recipe(Strict):
         if isinstance(self.model, GPTModel):
             return GPT(**self.model.model_dump(), context=self.training.context)
         return FolderModel(Path(self.model).expanduser()).build_model()
+
+    def rate(self, sparse: bool = True) -> Schedule:
+        """The share of `optimizer.lr` at each step, with what the method wants of it where a layer is sparse."""
+        steps = self.training.steps
+        rate = self.optimizer.schedule(steps)
+        if self.sparsity is None or not sparse:
+            return rate
+        share = self.sparsity.method.rate(steps)
+        return lambda step: rate(step) * share(step)
 
     @property
     def starts_trained(self) -> bool:
