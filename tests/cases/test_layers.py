@@ -312,6 +312,47 @@ def test_s10_layers_that_compete_leave_each_other_a_unit_or_say_that_there_are_t
         sp.sparsify(Separable(), sp.Block(4, 4), 0.01, storage="masked", allocation=sp.global_(floor=0.0))
 
 
+class Everything(nn.Module):
+    """One of every family, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, tokens):
+        x = self.conv(self.embed(tokens).mT).mT
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.fc(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("start", "method"),
+    [
+        (1.0, sp.gmp(0.2, every=2, until=6)),
+        (1.0, sp.gmp(0.2, every=2, until=6, allocation=sp.global_())),
+        (1.0, sp.granet(0.2, every=2, until=6)),
+        (1.0, sp.taylor_pruning(0.2, every=1, worst=0.5)),
+        (1.0, sp.ac_dc(0.2, dense_steps=2, sparse_steps=2, until=6)),
+        (0.2, sp.sr_ste()),
+    ],
+    ids=["gmp", "gmp global", "granet", "taylor", "ac_dc", "sr_ste"],
+)
+def test_every_method_trains_every_kind_of_layer_down_to_its_density(start, method):
+    model = Everything()
+    table = sp.sparsify(model, sp.Unstructured(), start, storage="masked", embeddings=True)
+    assert {row.storage for row in table.rows} == {"masked"}
+    session = session_of(model, method)
+    tokens = torch.arange(40).view(4, 10) % 20
+    for _ in range(8):
+        assert step(session, tokens).isfinite()
+        assert zeros_hold(model)
+    assert session.metrics()["sparsity"] == pytest.approx(0.8, abs=0.01)
+
+
 class LowRank(nn.Module):
     """An adapter beside a frozen layer, as LoRA has it."""
 

@@ -145,6 +145,17 @@ class TestKinds:
         moved = [not torch.equal(before[name], weight.topology) for name, weight in sparse_weights(model).items()]
         assert any(moved) == (method is not sp.static)
 
+    def test_another_type_keeps_weights_and_topologies(self, kind):
+        model, x, _ = model_of(kind)
+        sp.sparsify(model, Unstructured(), 0.5)
+        before = {name: weight.topology.clone() for name, weight in sparse_weights(model).items()}
+        outputs = model(x)
+        model.double()
+        torch.testing.assert_close(model(x.double()).float(), outputs)
+        for name, weight in sparse_weights(model).items():
+            assert torch.equal(weight.topology, before[name])
+            assert torch.equal(weight.parameter != 0, weight.active)
+
     def test_it_comes_back_as_it_was(self, kind):
         model, x, _ = model_of(kind)
         plain = copy.deepcopy(model)
