@@ -188,10 +188,6 @@ REFUSED = {
         "sparsity: {method: {type: resize, fraction: 0.1, schedule: {type: stages}}}",
         "r.yaml: sparsity: method.fraction moves units every so many steps; set method.every, or fraction 0.",
     ),
-    "a floor above the density": (
-        "sparsity: {density: 0.005, allocation: global}",
-        "r.yaml: sparsity: allocation.floor 0.01 is above density 0.005; lower the floor or use allocation uniform.",
-    ),
     "gradients before the first step": (
         "sparsity: {allocation: by_sensitivity}",
         "r.yaml: sparsity: allocation.score taylor needs gradients, and method rigl shares density out before the "

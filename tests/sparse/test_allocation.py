@@ -83,13 +83,13 @@ def test_global_by_hand():
     a, b = torch.tensor([[5.0, 6.0, 7.0]]), torch.tensor([[1.0, 2.0, 3.0, 4.0, 0.5]])
     layers = views({"a": (1, 3), "b": (1, 5)}, a=a, b=b)
     assert global_(floor=0.0)(layers, 0.5) == {"a": 1.0, "b": 0.2}
-    assert global_(floor=0.4)(layers, 0.5) == {"a": 2 / 3, "b": 0.4}
+    assert global_(floor=0.8)(layers, 0.5) == {"a": 2 / 3, "b": 0.4}
 
 
 def test_in_global_a_layer_of_tiny_weights_keeps_its_floor():
     large, tiny = torch.rand(100, 100) + 1, torch.rand(100, 10) * 1e-6
     layers = views({"large": (100, 100), "tiny": (100, 10)}, large=large, tiny=tiny)
-    found = global_(floor=0.005)(layers, 0.01)
+    found = global_(floor=0.5)(layers, 0.01)
     assert found["tiny"] == 0.005
     assert total(layers, found) == pytest.approx(0.01, abs=1 / 11000)
 
@@ -108,7 +108,7 @@ def test_by_sensitivity_by_hand():
     found = by_sensitivity(magnitude, floor=0.0)(layers, 0.5)
     assert found == pytest.approx({"a": 8 / 3 / 4, "b": 4 / 3 / 4})
     assert by_sensitivity(magnitude, power=0.0)(layers, 0.5) == {"a": 0.5, "b": 0.5}
-    assert by_sensitivity(magnitude, power=1.0, floor=0.3)(layers, 0.5) == pytest.approx({"a": 0.7, "b": 0.3})
+    assert by_sensitivity(magnitude, power=1.0, floor=0.6)(layers, 0.5) == pytest.approx({"a": 0.7, "b": 0.3})
 
 
 @hypothesis.given(st.data(), SHAPES, st.floats(0.01, 1.0), st.sampled_from(sorted(EVERY)))
@@ -144,10 +144,9 @@ def test_what_an_allocation_needs_is_what_its_score_needs():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda layers: global_(floor=1.5), r"floor: expected a density in \[0, 1\], got 1.5"),
-        (lambda layers: by_sensitivity(floor=-1.0), r"floor: expected a density in \[0, 1\], got -1.0"),
-        (lambda layers: global_(floor=0.9)(layers, 0.1), r"leaves every layer its floor of 0.9 and one unit, got 0.1"),
-        (lambda layers: by_sensitivity(magnitude, floor=0.5)(layers, 0.1), r"at least the floor of 0.5, got 0.1"),
+        (lambda layers: global_(floor=1.5), r"floor: expected a share of the density in \[0, 1\], got 1.5"),
+        (lambda layers: by_sensitivity(floor=-1.0), r"floor: expected a share of the density in \[0, 1\], got -1.0"),
+        (lambda layers: global_()(layers, 0.001), r"leaves every one of 2 layers one unit and its floor, got 0.001"),
         (
             lambda layers: by_sensitivity(lambda view: -magnitude(view))(layers, 0.5),
             r"a: expected a mean score >= 0 to share density out by, got -1.0",

@@ -41,7 +41,7 @@ class Global(Typed):
 
     type: Literal["global"] = "global"
     score: ScoreName = "magnitude"
-    floor: float = Field(0.01, ge=0, le=1)
+    floor: float = Field(0.1, ge=0, le=1)
 
     def build(self) -> Allocation:
         return allocation.global_(SCORES[self.score], self.floor)
@@ -53,7 +53,7 @@ class BySensitivity(Typed):
     type: Literal["by_sensitivity"] = "by_sensitivity"
     score: SizeName = "taylor"
     power: float = Field(0.5, ge=0)
-    floor: float = Field(0.01, ge=0, le=1)
+    floor: float = Field(0.1, ge=0, le=1)
 
     def build(self) -> Allocation:
         return allocation.by_sensitivity(SCORES[self.score], self.power, self.floor)

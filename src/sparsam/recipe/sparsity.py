@@ -182,11 +182,6 @@ class Sparsity(Strict):
         )
 
     def _can_be_shared_out(self, allocation: Global | BySensitivity) -> None:
-        if allocation.floor > self.density:
-            raise ValueError(
-                f"allocation.floor {allocation.floor:g} is above density {self.density:g}; lower the floor or use "
-                "allocation uniform"
-            )
         if allocation.score not in _FROM_WEIGHTS and not self.method.changes_density:
             raise ValueError(
                 f"allocation.score {allocation.score} needs gradients, and method {self.method.type} shares density "

@@ -43,13 +43,13 @@ def erdos_renyi(views: Mapping[str, LayerView], density: float) -> dict[str, flo
     return _in_proportion(raw, views, _checked(density))
 
 
-def by_sensitivity(score: Score = taylor, power: float = 0.5, floor: float = 0.01) -> Allocation:
+def by_sensitivity(score: Score = taylor, power: float = 0.5, floor: float = 0.1) -> Allocation:
     """Layers whose weights matter more keep more of them: density proportional to (mean score of the layer)^power.
 
     Args:
         score: of units; the Taylor score needs gradients, so run a backward before `sparsify`.
         power: 0 is uniform, 1 follows the score.
-        floor: least density of a layer, in [0, 1].
+        floor: least density of a layer, as a share of the total density, in [0, 1].
     """
     _checked_floor(floor)
 
@@ -66,17 +66,18 @@ def by_sensitivity(score: Score = taylor, power: float = 0.5, floor: float = 0.0
             raw[name] = mean**power
         if not any(raw.values()):
             raise ValueError("by_sensitivity: expected a score above 0 in some layer, got 0 everywhere.")
-        return _in_proportion(raw, views, density, floor)
+        return _in_proportion(raw, views, density, floor * density)
 
     return _needs_what(score, allocation)
 
 
-def global_(score: Score = magnitude, floor: float = 0.01) -> Allocation:
+def global_(score: Score = magnitude, floor: float = 0.1) -> Allocation:
     """All units of all layers compete: a layer's density is its share of those with the highest scores.
 
     Args:
         score: of units. Scores of different layers are compared as they are.
-        floor: least density of a layer, in [0, 1], and at least one unit: one layer of tiny weights is not cut off.
+        floor: least density of a layer, as a share of the total density, in [0, 1], and at least one unit: a layer of
+            tiny weights is not cut off.
 
     Source: of the idea, Han et al. 2015, arXiv:1506.02626; of the trap that the floor closes, layer collapse, Tanaka
     et al. 2020, arXiv:2006.05467.
@@ -91,7 +92,7 @@ def global_(score: Score = magnitude, floor: float = 0.01) -> Allocation:
         for position, (name, view) in enumerate(views.items()):
             size = view.weights / view.units
             found = torch.nan_to_num(score(view).masked_fill(~view.topology, -torch.inf), nan=-torch.inf).flatten()
-            kept[name] = min(max(1, math.ceil(floor * view.units)), view.active_units)
+            kept[name] = min(max(1, round(floor * density * view.units)), view.active_units)
             budget -= kept[name] * size
             # the best of the layer are kept whatever others have: only the rest competes
             rest = found.sort(descending=True).values[kept[name] : view.active_units]
@@ -100,8 +101,8 @@ def global_(score: Score = magnitude, floor: float = 0.01) -> Allocation:
             owners.append(torch.full_like(rest, position, dtype=torch.int64))
         if budget < -0.5 * max(view.weights / view.units for view in views.values()):
             raise ValueError(
-                f"global_: expected a density that leaves every layer its floor of {floor:g} and one unit, got "
-                f"{density:g}. Raise the density or lower the floor."
+                f"global_: expected a density that leaves every one of {len(views)} layers one unit and its floor, got "
+                f"{density:g}. Raise the density, or use a pattern of smaller units."
             )
         order = torch.cat(scores).argsort(descending=True, stable=True)
         spent = torch.cat(sizes)[order].cumsum(0)
@@ -124,8 +125,6 @@ def _in_proportion(
 ) -> dict[str, float]:
     """Densities proportional to `raw` inside [floor, 1] that meet the total; what hits a bound is fixed there."""
     sizes = {name: view.weights for name, view in views.items()}
-    if density < floor:
-        raise ValueError(f"density: expected at least the floor of {floor:g}, got {density:g}. Lower the floor.")
     fixed: dict[str, float] = {}
     while True:
         free = [name for name in views if name not in fixed]
@@ -155,4 +154,4 @@ def _checked(density: float) -> float:
 
 def _checked_floor(floor: float) -> None:
     if not 0.0 <= floor <= 1.0:
-        raise ValueError(f"floor: expected a density in [0, 1], got {floor}.")
+        raise ValueError(f"floor: expected a share of the density in [0, 1], got {floor}.")
