@@ -32,11 +32,14 @@ def test_inactive_weights_are_zero_and_others_stay(pattern):
     assert list(module.state_dict()) == ["weight", "bias", "weight_topology"]
 
 
-def test_zeros_also_replace_what_is_not_a_number():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -3.0])
+def test_zeros_also_replace_what_is_not_a_number(dtype, value):
     _, buffer = made()
-    gradient = torch.full((2, 2), float("nan"))
+    gradient = torch.full((2, 2), value, dtype=dtype)
     buffer.apply(gradient)
-    assert gradient.isnan().tolist() == TOPOLOGY.tolist()
+    wanted = torch.where(TOPOLOGY, torch.full((2, 2), value, dtype=dtype), 0.0)
+    assert torch.equal(gradient.nan_to_num(7.0), wanted.nan_to_num(7.0))
     buffer.apply(None)
 
 

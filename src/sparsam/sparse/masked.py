@@ -55,6 +55,7 @@ MASKABLE: dict[type[nn.Module], tuple[str, ...]] = {
     nn.RNNCellBase: ("weight_ih", "weight_hh"),
 }
 _SUFFIX = "_topology"
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integers of the same size, by bytes
 # What the hooks of torch.nn.utils leave beside a weight that they took away, and who they are.
 _HOOKED = (
     (("_v", "_g"), "torch.nn.utils.weight_norm"),
@@ -99,7 +100,8 @@ class TopologyBuffer:
     def apply(self, entries: torch.Tensor | None) -> None:
         """Sets a tensor of the weight's shape to zero outside the topology; also where it holds NaN."""
         if entries is not None:
-            entries.masked_fill_(~self.active, 0.0)
+            # times 0 or 1 as integers: NaN becomes 0 too, without the branch per entry that masked_fill_ takes
+            entries.view(_BITS[entries.element_size()]).mul_(self.active)
 
 
 def add_topology(module: nn.Module, weight_name: str, topology: torch.Tensor, pattern: Pattern) -> TopologyBuffer:
