@@ -224,6 +224,20 @@ def test_opcheck_of_the_operators_behind_it():
     torch.library.opcheck(torch.ops.sparsam.block_scores.default, (grad, x, values, pre, *index, "gelu"))
 
 
+def test_a_plain_training_step_skips_the_operators(monkeypatch):
+    """With an activation too, and not by accident: the backward runs without grad mode."""
+
+    def refuse(*arguments):
+        raise AssertionError("an operator was called")
+
+    for name in ("block_linear", "block_linear_backward"):
+        monkeypatch.setattr(torch.ops.sparsam, name, refuse)
+    values, index, _, _ = layer(4, 8, 8, 24)
+    for activation in ("none", "gelu"):
+        block_linear(torch.randn(2, 3, 24), values, index, 8, None, activation).sum().backward()
+    assert values.grad.any()
+
+
 def test_meta_tensors_go_through():
     values, index, _, _ = layer(4, 8, 8, 24)
     meta = type(index)(*(tensor.to("meta") for tensor in index))

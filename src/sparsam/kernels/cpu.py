@@ -37,6 +37,13 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _OK, _BAD_ARGUMENT, _OUT_OF_MEMORY, _UNSUPPORTED = range(4)
 
 _int32, _int64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+# Arguments of the products. Plain numbers of a declared type are converted in C: a third of the call of one row.
+_TYPES = {"p": _pointer, "i": _int32, "l": _int64}
+_SIGNATURES = {
+    "sparsam_forward": "pilplpiipppi",
+    "sparsam_backward": "pilplplpipppi",
+    "sparsam_scores": "pilplplpipi",
+}
 
 
 class _Layer(ctypes.Structure):
@@ -84,23 +91,8 @@ class Library:
                 f"{path}: expected interface version {ABI_VERSION}, got {version}. Install sparsam again."
             )
         self.c.sparsam_pack_bytes.restype = self.c.sparsam_scratch_bytes.restype = _int64
-        # declared types convert plain numbers in C: for one row that is a third of the call
-        self.c.sparsam_forward.argtypes = [
-            *(
-                _pointer,
-                _int32,
-                _int64,
-                _pointer,
-                _int64,
-                _pointer,
-                _int32,
-                _int32,
-                _pointer,
-                _pointer,
-                _pointer,
-                _int32,
-            )
-        ]
+        for name, signature in _SIGNATURES.items():
+            getattr(self.c, name).argtypes = [_TYPES[letter] for letter in signature]
 
     def forward(
         self,
@@ -119,17 +111,17 @@ class Library:
             raise ValueError("packed weights: expected what `pack` returned, got a copy or a part. Pack again.")
         status = self.c.sparsam_forward(
             ctypes.byref(layer),
-            _int32(DTYPES[x.dtype]),
-            _int64(x.shape[0]),
-            _at(x),
-            _int64(x.stride(0)),
-            _at(bias),
-            _int32(0 if bias is None else DTYPES[bias.dtype]),
-            _int32(ACTIVATIONS.index(activation)),
-            _at(y),
-            _at(pre),
-            _at(packed),
-            _int32(threads()),
+            DTYPES[x.dtype],
+            x.shape[0],
+            x.data_ptr(),
+            x.stride(0),
+            _address(bias),
+            0 if bias is None else DTYPES[bias.dtype],
+            ACTIVATIONS.index(activation),
+            y.data_ptr(),
+            _address(pre),
+            _address(packed),
+            threads(),
         )
         if status == _BAD_ARGUMENT and packed is not None:
             raise ValueError(
@@ -190,16 +182,16 @@ class Library:
         layer = _layer(values, index, x.shape[1], grad.shape[1])
         status = getattr(self.c, f"sparsam_{name}")(
             ctypes.byref(layer),
-            _int32(DTYPES[grad.dtype]),
-            _int64(grad.shape[0]),
-            _at(grad),
-            _int64(grad.stride(0)),
-            _at(x),
-            _int64(x.stride(0)),
-            _at(pre),
-            _int32(ACTIVATIONS.index(activation)),
-            *map(_at, results),
-            _int32(threads()),
+            DTYPES[grad.dtype],
+            grad.shape[0],
+            grad.data_ptr(),
+            grad.stride(0),
+            x.data_ptr(),
+            x.stride(0),
+            _address(pre),
+            ACTIVATIONS.index(activation),
+            *map(_address, results),
+            threads(),
         )
         _check(status, name)
 
@@ -375,7 +367,11 @@ def _layer(values: torch.Tensor, index: BlockIndex, in_features: int, out_featur
 
 
 def _at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return _pointer(None if tensor is None else tensor.data_ptr())
+    return _pointer(_address(tensor))
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _strides(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_int64]:
