@@ -26,7 +26,7 @@ X = torch.arange(12.0).view(3, 4)
         (X[:, ::2], True),
         (X[:1].expand(5, 4), True),
     ],
-    ids=["rows", "3-d", "one", "every other", "narrow", "none", "no columns", "no columns 3-d", "turned", "spread", "same"],
+    ids=["rows", "3-d", "one", "every other", "narrow", "none", "no columns", "nor in 3-d", "turned", "spread", "same"],
 )  # fmt: skip
 def test_rows_are_views_where_they_can_be(x, copies):
     rows = as_rows(x)
