@@ -21,7 +21,7 @@ LAYERS = (
     {"select", "schedules", "formats", "session", "rate", "kernels", "measure"},
     {"sparse", "precision", "comm", "memory"},
     {"compress", "deploy", "report", "plan", "tasks"},
-    {"integrations", "recipe", "checkpoint", "run", "summary", "train", "twin"},
+    {"integrations", "recipe", "checkpoint", "record", "run", "summary", "train", "twin"},
     {"cli", "__main__"},
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from sparsam import checkpoint, measure
 from sparsam.recipe import Recipe, parse_recipe
 from sparsam.run import Run, RunError
+from sparsam.sparse.layers import SparseLinear
 from sparsam.train import Interrupted, Training, train
 
 TINY = """
@@ -97,6 +99,25 @@ VARIANTS = {
     "accumulated": ["training.accumulate=3"],
     "scattered": ["sparsity.if_slow=scatter"],
     "dense": ["sparsity=null"],
+    "compact before the checkpoint": ["sparsity.method={type: gmp, every: 1, until: 0.34}"],
+    "compact at the checkpoint": ["sparsity.method={type: gmp, every: 1, until: 0.5}"],
+    "compact after the checkpoint": ["sparsity.method={type: granet, every: 2, until: 0.67}"],
+    "compact and scattered": [
+        "sparsity.method={type: taylor_pruning, every: 1, worst: 0.5, order: 1}",
+        "sparsity.if_slow=scatter",
+    ],
+    "dead slots that go": [
+        "sparsity.method={type: resize, every: 1, keep: movement, fraction: 0.3}",
+        "sparsity.method.schedule={initial: 0.5, until: 0.34}",
+        "sparsity.storage=compact",
+        "sparsity.allocation=global",
+    ],
+    "moments kept while masked": [
+        "sparsity.method={type: ac_dc, dense_steps: 1, sparse_steps: 1, until: 0.67}",
+        "sparsity.keep_moments=true",
+    ],
+    "recovery": ["sparsity.method={type: recovery, prune: 0.2, fine_tune: 0.4, every: 1, regrow: 0.1}"],
+    "straight through": ["sparsity.pattern={type: nm}", "sparsity.density=0.5", "sparsity.method={type: sr_ste}"],
 }
 
 
@@ -362,3 +383,104 @@ def test_other_threads_are_said(text, tmp_path):
     with Run.open(tmp_path / "run") as run:
         Training(parse_recipe(recipe.yaml(), [f"training.threads={before + 1}"]), run, notes.append)
     assert notes == [f"This goes on from step 3, but not bit for bit: threads {before} then, {before + 1} now."]
+
+
+GRADUAL = "sparsity.method={type: resize, every: 1, keep: taylor, schedule: {type: linear, until: 0.5}}"
+
+
+def finished(recipe, folder):
+    with Run.create(folder, recipe.yaml()) as run:
+        training = Training(recipe, run, fail)
+        train(training, quiet, never)
+        return training, list(run.records()), run.read("summary.json"), run.read("layers.json")
+
+
+def test_blocks_of_a_gradual_method_become_compact_once(text, tmp_path):
+    training, records, summary, layers = finished(recipe_of(text, GRADUAL), tmp_path / "run")
+    assert [
+        (record["step"], record["layers"], record["masked"]) for record in records if record["kind"] == "compact"
+    ] == [(3, 4, 0)]
+    densities = {record["step"]: record["density"] for record in records if record["kind"] == "train"}
+    assert [densities[step] for step in (1, 2, 3, 6)] == pytest.approx([0.75, 0.5, 0.25, 0.25], abs=0.01)
+    assert all(
+        record["density"] == pytest.approx(1 - record["sparsity"]) for record in records if record["kind"] == "train"
+    )
+    layer = training.model.blocks[0].up
+    assert isinstance(layer, SparseLinear)
+    assert len(layer.values) == int(layer.topology.sum())
+    assert layers["density"] == pytest.approx(0.25, abs=0.01)
+    rows = [row for row in layers["rows"] if row["units"]]
+    assert {row["storage"] for row in rows} == {"compact"}
+    assert all(row["reason"].startswith("masked at first") and row["compact_ms"] > 0 for row in rows)
+    speeds = [r["tokens_per_second"] for r in records if r["kind"] == "train" and r["step"] > 3]
+    assert summary["figures"]["tokens_per_second_compact"]["value"] == sorted(speeds)[1]
+    held = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in training.model.parameters()}
+
+
+def test_operations_of_a_training_are_added_up_step_by_step(text, tmp_path):
+    """Masked zeros are multiplied; blocks that left compact storage, dead slots included, are not."""
+    _, _, summary, _ = finished(recipe_of(text, "sparsity=null", "training.accumulate=2"), tmp_path / "dense")
+    per_step = summary["figures"]["flops_per_step"]["value"]
+    assert summary["figures"]["training_flops"]["value"] == pytest.approx(6 * per_step)
+    linear = (
+        3 * 2 * 2 * 2 * 16 * 32 * 32 * 12
+    )  # passes, multiply and add, micro-batches, rows, tokens, K x N of 4 layers
+    # each step is counted at the density that it computed with, that of the step before its update
+    for storage, densities in (("auto", [1, 1, 1, 0.25, 0.25, 0.25]), ("compact", [1, 0.75, 0.5, 0.25, 0.25, 0.25])):
+        recipe = recipe_of(text, GRADUAL, "training.accumulate=2", f"sparsity.storage={storage}")
+        _, _, summary, _ = finished(recipe, tmp_path / storage)
+        figures = summary["figures"]
+        saved = sum(linear * (1 - density) for density in densities)
+        assert figures["training_flops"]["kind"] == "modelled"
+        assert figures["training_flops"]["value"] == pytest.approx(6 * per_step - saved, rel=1e-3)
+        paper = sum(linear * (1 - density) for density in [1, 0.75, 0.5, 0.25, 0.25, 0.25])
+        assert figures["training_flops_on_paper"]["value"] == pytest.approx(6 * per_step - paper, rel=1e-3)
+
+
+def test_what_measures_slower_stays_masked(text, tmp_path, monkeypatch):
+    def timed(shape):
+        return (2.0, 1.0) if shape.out_features == 96 else (1.0, 2.0)
+
+    monkeypatch.setattr("sparsam.measure.device_profile.time_linear", timed)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    recipe = recipe_of(text, GRADUAL, "sparsity.if_slow=dense")
+    training, records, _, layers = finished(recipe, tmp_path / "run")
+    rows = {row["name"]: row for row in layers["rows"]}
+    assert rows["blocks.0.qkv"]["storage"] == "masked"
+    assert rows["blocks.0.qkv"]["reason"] == "compact measured slower: stays masked"
+    assert rows["blocks.0.qkv"]["density"] == pytest.approx(0.25, abs=0.01)
+    assert rows["blocks.0.up"]["reason"] == "masked at first, then compact: 2.0x faster than dense"
+    [compacted] = [record for record in records if record["kind"] == "compact"]
+    assert (compacted["layers"], compacted["masked"]) == (3, 1)
+    training.save()
+    with Run.open(tmp_path / "run") as run:
+        again = Training(recipe, run, fail)
+        assert run.read("layers.json") == layers
+        assert [type(module) for module in again.model.modules()] == [type(m) for m in training.model.modules()]
+
+
+def test_a_masked_recipe_stays_masked_and_its_table_follows(text, tmp_path):
+    _, records, _, layers = finished(recipe_of(text, GRADUAL, "sparsity.storage=masked"), tmp_path / "run")
+    assert not [record for record in records if record["kind"] == "compact"]
+    assert layers["density"] == pytest.approx(0.25, abs=0.01)
+    assert {row["storage"] for row in layers["rows"] if row["units"]} == {"masked"}
+
+
+def test_a_run_of_before_operations_were_counted_says_nothing_of_them(text, tmp_path):
+    recipe = recipe_of(text)
+    run_to(recipe, tmp_path / "run", 3)
+    with Run.open(tmp_path / "run") as run:
+        step, state = run.load(fail)
+        del state["run"]["operations"], state["run"]["compact"]
+        shutil.rmtree(run.checkpoints / f"step-{step:08d}")
+        run.save(step, state)
+        train(Training(recipe, run, fail), quiet, never)
+        assert "training_flops" not in run.read("summary.json")["figures"]
+
+
+def test_evaluations_say_how_often_the_next_token_is_right(text, tmp_path):
+    _, records, summary, _ = finished(recipe_of(text), tmp_path / "run")
+    shares = [record["accuracy"] for record in records if record["kind"] == "eval"]
+    assert all(0 <= share <= 1 for share in shares)
+    assert summary["figures"]["accuracy"] == {"value": shares[-1], "unit": "share", "kind": "measured"}

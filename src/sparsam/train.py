@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +17,12 @@ from torch import nn
 
 from sparsam import checkpoint, measure
 from sparsam.kernels.ops import backend
-from sparsam.precision.part import Precision
-from sparsam.rate import LearningRate
 from sparsam.recipe import ALL_SLOW, Recipe, all_slow
+from sparsam.recipe.parts import parts_of, settled_state
+from sparsam.recipe.storage import Products, current, make_compact, settled
+from sparsam.record import Clock, Operations, Progress, TopologyLog
 from sparsam.run import Run, RunError
-from sparsam.session import Part, Rewire, Session
-from sparsam.sparse.part import SparseTraining
+from sparsam.session import Session
 from sparsam.sparse.table import SparsityTable
 from sparsam.summary import figures_of
 from sparsam.tasks import language
@@ -33,21 +32,14 @@ __all__ = ["Interrupted", "Progress", "Training", "Twin", "train"]
 # A clipped step whose gradient is not finite is skipped; a run of them will not end by itself.
 _MOST_SKIPPED_STEPS = 20
 _SAMPLES_OF_TWIN = 8
+_OTHER_TEXT = (
+    "{}: expected the text that this run began with ({}), it has changed since. Put it back, or start a new run."
+)
 _WHOLE_PEAK = "the peak of memory counts from the start of the process, this system cannot reset it"
 
 
 class Interrupted(Exception):
     """The user asked to stop; everything up to the last step is saved."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What one step looked like, for whoever shows it."""
-
-    step: int
-    loss: float
-    tokens_per_second: float
-    step_seconds: float
 
 
 class Twin(Protocol):
@@ -88,48 +80,46 @@ class Training:
 
         self.task = task or recipe.task()
         self.corpus = self.task.corpus
-        model = self.task.build_model()
+        self.model = self.task.build_model()
         self.table: SparsityTable | None = None
         found = run.load(notify) if resume else None
-        profile = found and found[1]["run"]["profile"]  # a resumed run decides by the timings of its beginning
+        state = found and found[1]
+        self._compact: Products | None = state and state["run"].get("compact")
         if recipe.sparsity is not None:
-            timings = measure.DeviceProfile() if profile is None else measure.DeviceProfile.from_json(profile)
-            self.table = recipe.sparsity.apply(model, timings, recipe)
-            profile = timings.to_json()
-            run.write("profile.json", profile)
-            run.write("layers.json", self.table.to_json())
+            # a resumed run decides by the timings of its beginning
+            carried = state and state["run"]["profile"]
+            self._profile = measure.DeviceProfile.from_json(carried) if carried else measure.DeviceProfile()
+            self.table = recipe.sparsity.apply(self.model, self._profile, recipe)
             if all_slow(self.table):
                 notify(ALL_SLOW)
-        sparse = self.table is not None and any(row.storage != "dense" for row in self.table.rows)
-        self.model = model
-        self.optimizer = recipe.optimizer.build(model)
-        self.rewires = _RewireLog()
-        parts: list[Part] = [Precision(recipe.precision), self.rewires]
-        factor = 1.0
-        if recipe.sparsity is not None and sparse:
-            method = recipe.sparsity.build_method(training.steps)
-            parts.insert(0, SparseTraining(method, keep_moments=recipe.sparsity.keep_moments))
-            factor = recipe.sparsity.lr_factor
-        parts.append(LearningRate(recipe.rate(sparse), factor))
-        self.session = Session(
-            model, self.optimizer, parts, accumulate=training.accumulate, clip=recipe.optimizer.clip, seed=training.seed
-        )
+        if state:
+            if state["run"]["corpus"] != self.corpus.fingerprint:
+                raise RunError(_OTHER_TEXT.format(run.folder, self.corpus.name))
+            if self._compact is not None:
+                make_compact(self.model, self._compact)
+            # before there is an optimiser: the state may hold other numbers of blocks
+            self.model.load_state_dict(state["model"])
+            if self._compact is not None and self.table is not None:
+                self.table, _ = settled(self.table, self.model, self._profile, recipe)
+        self.optimizer = recipe.optimizer.build(self.model)
+        self._compact_at = recipe.sparsity and self.table and recipe.sparsity.compact_at(training.steps)
+        self.topologies = TopologyLog()
+        self.session = self._new_session()
         self.batches = language.Batches(self.corpus.train, training.batch, training.context, training.seed)
-        self.compiled: nn.Module = torch.compile(model) if training.compile else model  # type: ignore[assignment]
+        self.compiled: nn.Module = self._compiled()
         self.seconds = 0.0
         self._begun = False
         self._skipped = 0
         self._phases: dict[str, list[float]] = {}
-        self._facts: dict[str, Any] = {
-            "corpus": self.corpus.fingerprint,
-            "profile": profile,
-            "machine": _decides_bits(threads),
-        }
-
+        self._machine = _decides_bits(threads)
         self._taken = 0
         self._earlier_peak_bytes, self._earlier_peak_is_whole = 0, False
         if found is not None:
             self._resume(*found, notify)
+        self.operations = Operations(self._counted(), self.model, self.topologies)
+        if state:
+            self.operations.load_state_dict(state["run"].get("operations"))
+        self._write_table()
         run.write("environment.json", measure.describe())
         # The peak is that of the training, not of reading the text and timing the layers, where the kernel allows.
         self._peak_is_whole = not measure.reset_peak_rss() or self._earlier_peak_is_whole
@@ -162,6 +152,8 @@ class Training:
                 progress = self._one_step()
                 self.run.append(self._record(progress))
             show(progress)
+            if self.step == self._compact_at and self._compact is None:
+                self._make_compact()
             at_end = self.step >= training.steps
             if at_end or self.step % training.evaluate_every == 0:
                 self._evaluate()
@@ -189,16 +181,19 @@ class Training:
         if known is not None and not self._taken and known.get("steps") == self.step:
             return dict(known)
         training = self.recipe.training
-        batch = torch.zeros(training.batch, training.context, dtype=torch.int64)
-        with self.session.forward():  # the paths that training takes, in the format that it computes in
-            flops = measure.training_step(self.model, batch).times(training.accumulate)
-        figures = figures_of(self.run.records(), self.model, self.optimizer, flops)
+        self._write_table()
+        figures = figures_of(
+            self.run.records(),
+            self.model,
+            self.optimizer,
+            self._counted().times(training.accumulate),
+            # a sampled twin has taken some of the steps only
+            self.operations if self.step == training.steps else None,
+            self.table,
+        )
         if self.seconds:
             figures["train_seconds"] = measure.measured(self.seconds, "s")
         figures["peak_rss_bytes"] = measure.measured(max(self._earlier_peak_bytes, measure.peak_rss_bytes()), "B")
-        if self.table is not None:
-            figures["density"] = measure.measured(self.table.density, "share")
-            figures["density_all"] = measure.measured(self.table.density_all, "share")
         summary = {
             "steps": self.step,
             "figures": {name: figure.to_json() for name, figure in figures.items()},
@@ -228,18 +223,58 @@ class Training:
                 "seconds": self.seconds,
                 "peak_rss_bytes": max(self._earlier_peak_bytes, measure.peak_rss_bytes()),
                 "peak_is_whole": self._peak_is_whole,
-                **self._facts,
+                "operations": self.operations.state_dict(),
+                "compact": self._compact,
+                "profile": self._profile.to_json() if self.table is not None else None,
+                "corpus": self.corpus.fingerprint,
+                "machine": self._machine,
             },
         }
+        self._write_table()
         self.run.save(self.step, state)
 
+    def _new_session(self) -> Session:
+        """The parts that the recipe names, around the model as it is stored now."""
+        training = self.recipe.training
+        parts = parts_of(self.recipe, self.table, self.topologies, ended=self._compact is not None)
+        accumulate, clip, seed = training.accumulate, self.recipe.optimizer.clip, training.seed
+        return Session(self.model, self.optimizer, parts, accumulate=accumulate, clip=clip, seed=seed)
+
+    def _make_compact(self) -> None:
+        """The method has ended: blocks become compact where that is faster, and everything goes on as it was."""
+        assert self.table is not None
+        state = self.session.state_dict()
+        state["parts"][0] = settled_state(state["parts"][0])
+        self.session.detach()
+        self.table, self._compact = settled(self.table, self.model, self._profile, self.recipe)
+        make_compact(self.model, self._compact, self.optimizer)
+        self.topologies = TopologyLog()
+        self.session = self._new_session()
+        self.session.load_state_dict(state)
+        self.compiled = self._compiled()
+        self.operations.recount(self._counted(), self.model, self.topologies)
+        masked = sum(row.storage == "masked" for row in self.table.rows)
+        self.run.append({"step": self.step, "kind": "compact", "layers": len(self._compact), "masked": masked})
+
+    def _compiled(self) -> nn.Module:
+        if not self.recipe.training.compile:
+            return self.model
+        torch.compiler.reset()  # what was compiled goes on with the layers that it has seen
+        return torch.compile(self.model)  # type: ignore[return-value]
+
+    def _counted(self) -> measure.StepFlops:
+        """Operations of one micro-batch, on the paths that training takes, in the format that it computes in."""
+        batch = torch.zeros(self.recipe.training.batch, self.recipe.training.context, dtype=torch.int64)
+        with self.session.forward():
+            return measure.training_step(self.model, batch)
+
+    def _write_table(self) -> None:
+        if self.table is not None:
+            self.table = current(self.table, self.model)
+            self.run.write("profile.json", self._profile.to_json())
+            self.run.write("layers.json", self.table.to_json())
+
     def _resume(self, step: int, state: dict[str, Any], notify: Callable[[str], None]) -> None:
-        if state["run"]["corpus"] != self.corpus.fingerprint:
-            raise RunError(
-                f"{self.run.folder}: expected the text that this run began with ({self.corpus.name}), "
-                "it has changed since. Put it back, or start a new run."
-            )
-        self.model.load_state_dict(state["model"])
         checkpoint.load_optimizer(self.model, self.optimizer, state["optimizer"])
         self.session.load_state_dict(state["session"])
         self.batches.load_state_dict(state["data"])
@@ -247,8 +282,8 @@ class Training:
         self._earlier_peak_bytes = state["run"]["peak_rss_bytes"]
         self._earlier_peak_is_whole = state["run"]["peak_is_whole"]
         checkpoint.set_rng_state(state["rng"])
-        if state["run"]["machine"] != self._facts["machine"]:
-            then, now = state["run"]["machine"], self._facts["machine"]
+        if state["run"]["machine"] != self._machine:
+            then, now = state["run"]["machine"], self._machine
             changed = ", ".join(f"{name} {then[name]} then, {now[name]} now" for name in now if then[name] != now[name])
             notify(f"This goes on from step {step}, but not bit for bit: {changed}.")
         assert self.step == step, f"the checkpoint of step {step} holds the session of step {self.step}"
@@ -266,6 +301,7 @@ class Training:
             losses.append(self._finite(float(loss.detach())))
             with self._timed("backward"):
                 self.session.backward(loss, samples=len(batch.inputs))
+            self.operations.add(1)
             with self._timed("optimiser and rewiring"):
                 applied = self.session.step()
             self._count_skipped(applied, len(losses))
@@ -299,33 +335,22 @@ class Training:
             "step_ms": progress.step_seconds * 1e3,
             "tokens_per_second": progress.tokens_per_second,
             "seconds": self.seconds,
-            "density": 1.0 if self.table is None else self.table.density,
+            "density": self.topologies.density,
             **self.session.metrics(),  # sparsity, learning rate, gradient norm
         }
-        moved = self.rewires.take()
-        if moved:
-            grown, active = (sum(column) for column in zip(*moved.values(), strict=True))
-            counts = {"layers": len(moved), "grown": grown, "active": active}
-            self.run.append({"step": progress.step, "kind": "rewire", **counts})
+        if moved := self.topologies.take():
+            self.run.append({"step": progress.step, "kind": "rewire", **moved})
         return record
 
-    @torch.no_grad()
     def _evaluate(self) -> None:
         training = self.recipe.training
-        self.model.eval()
-        total, tokens = 0.0, 0
-        for batch in language.validation_batches(
+        windows = language.validation_batches(
             self.corpus.validation, training.batch, training.context, training.evaluate_windows
-        ):
-            with self.session.forward():
-                total += float(language.loss_of(self.model, batch)) * batch.targets.numel()
-            tokens += batch.targets.numel()
-        self.model.train()
-        loss = total / tokens
-        bits = loss / math.log(2) / self.corpus.bytes_per_token
-        self.run.append(
-            {"step": self.step, "kind": "eval", "loss": loss, "bits_per_byte": bits, "seconds": self.seconds}
         )
+        loss, accuracy = language.evaluate(self.model, windows, self.session.forward)
+        bits = loss / math.log(2) / self.corpus.bytes_per_token
+        found = {"loss": loss, "bits_per_byte": bits, "accuracy": accuracy, "seconds": self.seconds}
+        self.run.append({"step": self.step, "kind": "eval", **found})
 
     def _finite(self, loss: float) -> float:
         if not math.isfinite(loss) and self.recipe.optimizer.clip is None:
@@ -342,7 +367,7 @@ class Training:
         return f"{self.run.folder}: stopped after step {self.step}, {what}. Start anew with a lower optimizer.lr"
 
     def _timed(self, phase: str) -> AbstractContextManager[None]:
-        return _Clock(self._phases.setdefault(phase, []))
+        return Clock(self._phases.setdefault(phase, []))
 
 
 def train(
@@ -391,30 +416,3 @@ def _advance(twin: Twin, training: Training) -> None:
 def _decides_bits(threads: int) -> dict[str, Any]:
     """What must be the same for a resumed run to be the uninterrupted one bit for bit."""
     return {"threads": threads, "kernels": backend(), "torch": torch.__version__}
-
-
-class _RewireLog(Part):
-    """Counts the units that grew and those that are active in each rewired layer, since it was last asked."""
-
-    def __init__(self) -> None:
-        self._moved: dict[str, tuple[int, int]] = {}
-
-    def after_rewire(self, event: Rewire) -> None:
-        self._moved[event.layer] = int(event.grown.sum()), int(event.topology.sum())
-
-    def take(self) -> Mapping[str, tuple[int, int]]:
-        moved, self._moved = self._moved, {}
-        return moved
-
-
-class _Clock:
-    """Appends the milliseconds spent inside to a list."""
-
-    def __init__(self, times: list[float]) -> None:
-        self.times = times
-
-    def __enter__(self) -> None:
-        self.began = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.times.append((time.perf_counter() - self.began) * 1e3)

@@ -318,3 +318,11 @@ def test_a_hugging_face_folder_learns(sparsam, recipe, tmp_path):
     result = sparsam("inspect", "model", "--set", "sparsity={pattern: {rows: 8, cols: 8}, if_slow: compact}")
     assert "model.model.layers.*.mlp.up_proj" in result.out
     assert result.err == ""
+
+
+def test_a_gradual_recipe_says_where_it_goes(sparsam, recipe):
+    method = "sparsity.method={type: gmp, every: 2, until: 0.5}"
+    result = sparsam("train", recipe, "--out", "run", "--set", method)
+    assert result.status == 0
+    for part in ("4 of 7 matrices", "GMP every 2 steps until step 3, from 0 % to 75 % sparse", "0 % to 75 % sparse"):
+        assert part in result.out, part

@@ -302,6 +302,14 @@ class TestCompact:
         assert [type(module) for module in model] == [nn.Linear, nn.Linear, nn.Linear, nn.Embedding]
         assert model[0].weight is model[1].weight
 
+    def test_only_the_layers_that_are_included(self):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+        sparsify(model, Block(4, 4), 0.5, storage="masked")
+        compact(model, include=["0", "[2]"])
+        assert [type(module) for module in model] == [SparseLinear, nn.Linear, SparseLinear]
+        with pytest.raises(ValueError, match="'fc' matches no layer"):
+            compact(model, include=["fc"])
+
     def test_one_layer_in_two_places_becomes_one(self):
         layer = nn.Linear(16, 16)
         model = nn.Sequential(layer, layer)

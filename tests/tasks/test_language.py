@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from sparsam.tasks import language
-from sparsam.tasks.language import Batches, read_corpus, validation_batches
+from sparsam.tasks.language import Batch, Batches, evaluate, read_corpus, validation_batches
 
 
 def write(folder, **files):
@@ -199,3 +200,25 @@ def test_a_single_file_is_cut_between_characters(tmp_path):
         corpus = read_corpus(tmp_path / "a.txt", 0.1, characters)
         both = torch.cat([corpus.train[:-1], corpus.validation[:-1]])
         assert "".join(map(chr, both.tolist())) == "a" * extra + text
+
+
+def test_evaluation_by_hand():
+    """A model that always says 1, with two batches of different lengths."""
+
+    class Ones(torch.nn.Module):
+        def forward(self, tokens):
+            assert not self.training
+            return torch.nn.functional.one_hot(torch.ones_like(tokens), 3) * 10.0
+
+    model = Ones()
+    targets = [torch.tensor([[1, 1, 0]]), torch.tensor([[2]])]
+    entered = []
+    loss, accuracy = evaluate(
+        model,
+        [Batch(torch.zeros_like(target), target) for target in targets],
+        lambda: contextlib.nullcontext(entered.append(1)),
+    )
+    right = math.log(1 + 2 * math.exp(-10))
+    assert loss == pytest.approx((2 * right + 2 * (right + 10)) / 4)
+    assert accuracy == 0.5
+    assert (len(entered), model.training) == (2, True)

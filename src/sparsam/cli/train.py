@@ -82,8 +82,7 @@ def _train(recipe: Recipe, run: Run, task: Task | None = None) -> None:
     screen.print(facts(_about(training)))
     screen.print()
     name = _SPARSE if recipe.sparsity is not None else _DENSE
-    share = 0.0 if training.table is None else 100 * (1 - training.table.density)
-    kinds = {name: f"{share:.3g} % sparse" if share else "dense"}
+    kinds = {name: _how_sparse(training) or "dense"}
     if recipe.twin != "none":
         kinds[_TWIN] = "dense" if recipe.twin == "full" else "sampled"
     with Bars(screen, recipe.training.steps, kinds) as bars, _interruptible() as stop:
@@ -118,11 +117,10 @@ def _about(training: Training) -> Iterator[tuple[str, str]]:
     if training.table is not None and recipe.sparsity is not None:
         sparse = [row for row in training.table.rows if row.storage != "dense"]
         method = recipe.sparsity.method.text(recipe.training.steps, recipe.sparsity.density)
-        yield (
-            "sparse",
-            f"{100 * (1 - training.table.density):.3g} % of {len(sparse)} of {len(training.table.rows)} matrices · "
-            f"{recipe.sparsity.pattern.text} · {method}",
-        )
+        matrices = f"{len(sparse)} of {len(training.table.rows)} matrices"
+        # a method that changes density says by itself how much
+        share = "" if recipe.sparsity.method.changes_density else f"{100 * (1 - training.table.density):.3g} % of "
+        yield "sparse", f"{share}{matrices} · {recipe.sparsity.pattern.text} · {method}"
     yield (
         "machine",
         f"{machine['cpu']} · {machine['threads']} threads · {machine['isa']} kernels · {recipe.precision}",
@@ -132,6 +130,17 @@ def _about(training: Training) -> Iterator[tuple[str, str]]:
         yield "warning", str(machine["warning"])
     if backend() == "reference":
         yield "kernels", REFERENCE
+
+
+def _how_sparse(training: Training) -> str:
+    """For the side of the bar: how sparse the model is, or becomes; nothing when it is dense."""
+    section, table = training.recipe.sparsity, training.table
+    if section is None or table is None or all(row.storage == "dense" for row in table.rows):
+        return ""
+    if section.method.changes_density:
+        levels = section.method.start(section.density), section.method.end(section.density)
+        return " to ".join(f"{100 * (1 - level):.3g} %" for level in levels) + " sparse"
+    return f"{100 * (1 - table.density):.3g} % sparse"
 
 
 class _Stop:

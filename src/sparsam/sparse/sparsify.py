@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from sparsam.select import select
 from sparsam.sparse.allocation import Allocation, uniform
 from sparsam.sparse.candidates import Candidate, LinearProfile, Options, decide, places, read_by_attention, table_of
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
@@ -158,8 +159,15 @@ def densify(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     _keep_from_ddp(model)
 
 
-def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def compact(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, include: Sequence[str] = ("*",)
+) -> None:
     """Masked block layers become compact, compact ones lose their dead slots; the optimiser's state moves along.
+
+    Args:
+        model: changed in place.
+        optimizer: one that holds the model's parameters.
+        include: globs over the names of sparse layers.
 
     This makes new Parameters, so it belongs outside DDP, FSDP and torch.compile, and a session is detached before.
     Tied weights stay masked: compact storage would part them. So do layers that are not plain nn.Linear, and one that
@@ -168,7 +176,8 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     _refuse_wrapped(model, "compact")
     _refuse_held(model, "compact")
     _refuse_reparametrised(model)
-    for module in list(model.modules()):
+    sparse = {name: module for name, module in model.named_modules() if _is_sparse(module)}
+    for module in [sparse[name] for name in select(sparse, include)]:
         if isinstance(module, SparseLinear) and bool((module.block_row < 0).any()):
             smaller = SparseLinear.from_dense(
                 module.to_dense(), module.topology, module.pattern, product=module.product
@@ -181,7 +190,7 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
             if ties > 1 or read_by_attention(model, module):
                 continue
             assert isinstance(buffer.pattern, Block)
-            smaller = SparseLinear.from_dense(module, buffer.topology, buffer.pattern)  # type: ignore[arg-type]
+            smaller = SparseLinear.from_dense(module, buffer.topology, buffer.pattern)
             convert = smaller.gather
         else:
             continue
@@ -245,6 +254,10 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         )
     for parent, attribute in found:
         setattr(parent, attribute, new)
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, SparseLinear) or bool(masked_weights(module))
 
 
 def _only_block(module: nn.Module) -> TopologyBuffer | None:

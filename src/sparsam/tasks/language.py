@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ __all__ = [
     "Corpus",
     "Task",
     "as_bytes",
+    "evaluate",
     "loss_of",
     "read_corpus",
     "standard_library",
@@ -211,6 +213,33 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross-entropy in nats a token, computed in float32: a float32 scalar."""
     logits = model(batch.inputs)
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], forward: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> tuple[float, float]:
+    """How well a model does on batches, in evaluation mode.
+
+    Args:
+        model: left in training mode.
+        batches: of held-out text.
+        forward: surrounds each forward pass, as `session.forward` does.
+
+    Returns:
+        Mean cross-entropy in nats a token, and the share of tokens that the model held most likely.
+    """
+    model.eval()
+    total, right, tokens = 0.0, 0, 0
+    for batch in batches:
+        with forward():
+            logits = model(batch.inputs).flatten(0, 1).float()
+        targets = batch.targets.flatten()
+        total += float(functional.cross_entropy(logits, targets)) * len(targets)
+        right += int((logits.argmax(1) == targets).sum())
+        tokens += len(targets)
+    model.train()
+    return total / tokens, right / tokens
 
 
 def _windows(tokens: Tensor, starts: Tensor, context: int) -> Batch:

@@ -1,0 +1,40 @@
+"""The parts that a recipe attaches to a training."""
+
+from __future__ import annotations
+
+from sparsam.precision.part import Precision
+from sparsam.rate import LearningRate
+from sparsam.recipe.sections import Recipe
+from sparsam.session import Part
+from sparsam.sparse.part import SparseTraining
+from sparsam.sparse.published import static
+from sparsam.sparse.table import SparsityTable
+
+__all__ = ["parts_of", "settled_state"]
+
+
+def parts_of(recipe: Recipe, table: SparsityTable | None, log: Part, ended: bool) -> list[Part]:
+    """The parts of a training, in the order in which they act.
+
+    Args:
+        recipe: what to do.
+        table: how the model's layers are stored.
+        log: what notes rewires.
+        ended: whether the method of a gradual recipe has come to its end, and its last topology stays.
+    """
+    section, factor = recipe.sparsity, 1.0
+    parts: list[Part] = [Precision(recipe.precision)]
+    sparse = table is not None and any(row.storage != "dense" for row in table.rows)
+    if section is not None and sparse:
+        if ended:
+            parts.insert(0, SparseTraining(static()))
+        else:
+            method = section.build_method(recipe.training.steps)
+            parts.insert(0, SparseTraining(method, keep_moments=section.keep_moments))
+        factor = section.lr_factor
+    return [*parts, log, LearningRate(recipe.rate(sparse), factor)]
+
+
+def settled_state(state: dict[str, object]) -> dict[str, object]:
+    """State of a sparse training whose method has ended, without what only the method needed."""
+    return state | {"accumulators": {}, "hidden": {}, "retained": {}}
