@@ -140,12 +140,21 @@ RESUMED = """
 import sys, torch, sparsam as sp
 from torch import nn
 
-def job():
+KINDS = {
+    "rigl": (sp.Block(4, 4), "compact", 0.4, lambda: sp.rigl(every=2, fraction=0.5, until=16)),
+    "granet": (sp.Unstructured(), "masked", 1.0, lambda: sp.granet(0.2, every=2, until=12, fraction=0.5)),
+    "gmp": (sp.Block(4, 4), "compact", 1.0, lambda: sp.gmp(0.3, every=3, until=12)),
+    "movement": (sp.NM(2, 4), "masked", 0.5, lambda: sp.Resize(sp.movement, sp.linear(0.5, 0.2, steps=12), 3, 12)),
+    "sr-ste": (sp.NM(2, 4), "masked", 0.5, sp.sr_ste),
+}
+
+def job(kind):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(13, 22), nn.Tanh(), nn.Linear(22, 9))
-    sp.sparsify(model, sp.Block(4, 4), 0.4)
+    pattern, storage, density, method = KINDS[kind]
+    sp.sparsify(model, pattern, density, storage=storage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    method = sp.rigl(every=2, fraction=0.5, until=16)
+    method = method()
     rate = sp.LearningRate(sp.cosine(1.0, 0.1, steps=20))
     return model, sp.Session(model, optimizer, [sp.SparseTraining(method), rate, sp.Precision("bf16")], clip=1.0)
 
@@ -161,7 +170,7 @@ def save(model, session, path):
     torch.save([model.state_dict(), session.optimizer.state_dict(), session.state_dict()], path)
 
 if __name__ == "__main__":
-    model, session = job()
+    model, session = job(sys.argv[3])
     states = torch.load(sys.argv[1], weights_only=True)
     for owner, state in zip((model, session.optimizer, session), states):
         owner.load_state_dict(state)
@@ -170,17 +179,18 @@ if __name__ == "__main__":
 """
 
 
-def test_s6_resume_in_a_new_process_is_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("kind", ["rigl", "granet", "gmp", "movement", "sr-ste"])
+def test_s6_resume_in_a_new_process_is_bit_for_bit(kind, tmp_path):
     """Stopped in the middle of a schedule; another process goes on. Nothing may hang on a hash seed or a generator."""
     script = tmp_path / "resumed.py"
     script.write_text(RESUMED)
     scope = {"__name__": "job"}
     exec(compile(RESUMED, str(script), "exec"), scope)
-    model, session = scope["job"]()
+    model, session = scope["job"](kind)
     scope["run"](model, session, 0, 5)
     scope["save"](model, session, tmp_path / "stopped.pt")
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(script), str(tmp_path / "stopped.pt"), str(tmp_path / "resumed.pt")],
+        [sys.executable, "-W", "error", str(script), str(tmp_path / "stopped.pt"), str(tmp_path / "resumed.pt"), kind],
         capture_output=True,
         text=True,
         check=False,
@@ -358,6 +368,29 @@ def test_s11_103_samples_in_batches_of_8_and_windows_of_3(pattern, storage, meth
                 assert all(torch.equal(where, frozen[name]) for name, where in inactive(model).items())
     assert session.applied_steps == 20
     assert session.metrics()["topology_updates"] == 5
+
+
+@pytest.mark.parametrize("storage", ["compact", "masked"])
+@pytest.mark.parametrize("make", [sp.gmp, sp.granet], ids=["gmp", "granet"])
+def test_s11_a_density_schedule_ends_exactly_and_on_time(storage, make):
+    """The last update falls on no multiple of the period, and on a window that the end of the data cuts short."""
+    model = mlp()
+    sp.sparsify(model, sp.Block(4, 4), 1.0, storage=storage)
+    session = session_of(model, make(0.37, every=4, until=10, allocation=sp.uniform), accumulate=3)
+    data = torch.randn(103, 13)
+    frozen = None
+    for _epoch in range(4):
+        batches = list(data.split(8))
+        for number, x in enumerate(batches, 1):
+            with session.forward():
+                loss = (model(x) - 1).square().mean()
+            session.backward(loss, samples=len(x))
+            session.step(last=number == len(batches))
+            if session.applied_steps >= 10:
+                frozen = frozen or inactive(model)
+                assert all(torch.equal(where, frozen[name]) for name, where in inactive(model).items())
+    for weight in sparse_weights(model).values():
+        assert int(weight.topology.sum()) == round(0.37 * weight.topology.numel())
 
 
 class TestS12ShapesThatDoNotFit:
