@@ -36,6 +36,9 @@ def equal(a, b):
 def test_what_is_written_is_read_bit_for_bit(tmp_path):
     size = checkpoint.write(tmp_path / "c", STATE)
     assert equal(checkpoint.read(tmp_path / "c"), STATE)
+    assert equal(
+        checkpoint.read(tmp_path / "c", groups=("model", "run")), {key: STATE[key] for key in ("model", "run")}
+    )
     assert size == sum(path.stat().st_size for path in (tmp_path / "c").iterdir() if path.name != "manifest.json")
 
 

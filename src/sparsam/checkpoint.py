@@ -12,7 +12,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,12 @@ def write(folder: Path, state: Mapping[str, Any]) -> int:
     return sum(entry["bytes"] for entry in manifest["files"].values())
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """Reads what `write` wrote, after checking every file against the manifest.
+def read(folder: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
+    """Reads what `write` wrote, after checking every file that it reads against the manifest.
+
+    Args:
+        folder: what was written.
+        groups: the groups to read; None is all of them.
 
     Raises:
         CheckpointError: a file is missing, changed, or of a newer format.
@@ -104,13 +108,15 @@ def read(folder: Path) -> dict[str, Any]:
                 "the newest that this Sparsam reads. Upgrade Sparsam."
             )
         for name, entry in manifest["files"].items():
-            _check_file(folder / name, entry)
+            if groups is None or name == "state.json" or name.removesuffix(".safetensors") in groups:
+                _check_file(folder / name, entry)
         trees = json.loads((folder / "state.json").read_bytes())
         return {
             group: unpack(
                 _read_safetensors(folder / name) if (name := f"{group}.safetensors") in manifest["files"] else {}, tree
             )
             for group, tree in trees.items()
+            if groups is None or group in groups
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: not a whole checkpoint ({error}).") from error

@@ -19,7 +19,7 @@ from sparsam import checkpoint, measure
 from sparsam.kernels.ops import backend
 from sparsam.recipe import ALL_SLOW, Recipe, all_slow
 from sparsam.recipe.parts import parts_of, settled_state
-from sparsam.recipe.storage import Products, current, make_compact, settled
+from sparsam.recipe.storage import Products, current, make_compact, restored, settled
 from sparsam.record import Clock, Operations, Progress, TopologyLog
 from sparsam.run import Run, RunError
 from sparsam.session import Session
@@ -85,22 +85,18 @@ class Training:
         found = run.load(notify) if resume else None
         state = found and found[1]
         self._compact: Products | None = state and state["run"].get("compact")
+        # a resumed run decides by the timings of its beginning
+        carried = state and state["run"]["profile"]
+        self._profile = measure.DeviceProfile.from_json(carried) if carried else measure.DeviceProfile()
         if recipe.sparsity is not None:
-            # a resumed run decides by the timings of its beginning
-            carried = state and state["run"]["profile"]
-            self._profile = measure.DeviceProfile.from_json(carried) if carried else measure.DeviceProfile()
             self.table = recipe.sparsity.apply(self.model, self._profile, recipe)
             if all_slow(self.table):
                 notify(ALL_SLOW)
         if state:
             if state["run"]["corpus"] != self.corpus.fingerprint:
                 raise RunError(_OTHER_TEXT.format(run.folder, self.corpus.name))
-            if self._compact is not None:
-                make_compact(self.model, self._compact)
             # before there is an optimiser: the state may hold other numbers of blocks
-            self.model.load_state_dict(state["model"])
-            if self._compact is not None and self.table is not None:
-                self.table, _ = settled(self.table, self.model, self._profile, recipe)
+            self.table = restored(self.table, self.model, self._compact, state["model"], self._profile, recipe)
         self.optimizer = recipe.optimizer.build(self.model)
         self._compact_at = recipe.sparsity and self.table and recipe.sparsity.compact_at(training.steps)
         self.topologies = TopologyLog()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from sparsam import __version__
@@ -47,6 +49,42 @@ def test_inspect_a_recipe_and_a_run(sparsam, recipe):
     sparsam("train", recipe, "--out", "run", "--steps", 1)
     assert sparsam("inspect", "run").out == result.out
     assert "50.0 %" in sparsam("inspect", recipe, "--set", "sparsity.density=0.5").out
+
+
+def test_inspect_shows_where_the_units_of_a_run_are(sparsam, recipe):
+    method = ["--set", "sparsity.method={type: gmp, every: 1, until: 0.5}", "--set", "sparsity.density=0.1"]
+    begun = sparsam("inspect", recipe, *method)
+    assert "16 × 4, 100 %" in begun.out
+    assert "masked until step 3, then compact" in begun.out
+    assert "That is at the start; GMP every 1 steps until step 3, from 0 % to 90 % sparse." in begun.out
+    sparsam("train", recipe, "--out", "run", *method)
+    ended = sparsam("inspect", "run", "--picture", "run.svg")
+    assert ended.status == 0
+    for part in ("Picture: run.svg", "16 × 4, 9.38 %", "compact"):
+        assert part in ended.out, part
+    assert "at the start" not in ended.out
+    assert "run: topology after step 6" in Path("run.svg").read_text()
+
+
+def test_inspect_of_the_default_recipe(sparsam):
+    small = ["--set", "model={layers: 1, width: 64, heads: 1}", "--set", "training={batch: 2, context: 16}"]
+    result = sparsam("inspect", *small, "--set", "sparsity.if_slow=compact", "--picture", "first.html")
+    assert result.status == 0
+    assert "8 × 2" in result.out
+    assert "default recipe: first topology" in Path("first.html").read_text()
+
+
+def test_pictures_that_are_refused(sparsam, recipe):
+    assert "expected a picture file that ends in .svg or .html" in sparsam("inspect", recipe, "--picture", "x.png").err
+    missing = sparsam("inspect", recipe, "--picture", "nowhere/x.svg")
+    assert "nowhere/x.svg: expected to write the picture, got: No such file or directory." in missing.err
+
+
+def test_a_damaged_checkpoint_is_one_line(sparsam, recipe):
+    sparsam("train", recipe, "--out", "run", "--steps", 1)
+    [weights] = Path("run/checkpoints").glob("*/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "not a whole checkpoint (model.safetensors: expected" in sparsam("inspect", "run").err
 
 
 def test_inspect_of_a_dense_recipe(sparsam, recipe):

@@ -19,7 +19,7 @@ from sparsam.sparse.weights import SparseWeight, sparse_weights
 if TYPE_CHECKING:
     from sparsam.recipe.sections import Recipe
 
-__all__ = ["Products", "current", "make_compact", "settled"]
+__all__ = ["Products", "current", "make_compact", "restored", "settled"]
 
 # layer -> how its blocks are multiplied once they are compact
 Products = Mapping[str, Literal["kernel", "dense"]]
@@ -51,6 +51,35 @@ def settled(
                 products[row.name] = product
         rows.append(row)
     return _with_rows(table, rows), products
+
+
+def restored(
+    table: SparsityTable | None,
+    model: nn.Module,
+    products: Products | None,
+    weights: Mapping[str, torch.Tensor],
+    profile: DeviceProfile,
+    recipe: Recipe,
+) -> SparsityTable | None:
+    """Brings a model, as `Sparsity.apply` has left it, to where a checkpoint was taken; before there is an optimiser.
+
+    Args:
+        table: what `apply` returned; None for a dense recipe.
+        model: changed in place.
+        products: the layers that had become compact, or None.
+        weights: state of the model.
+        profile: the timings of that training.
+        recipe: of that training.
+
+    Returns:
+        The table of then.
+    """
+    if products is not None:
+        make_compact(model, products)
+    model.load_state_dict(weights)
+    if table is None or products is None:
+        return table
+    return settled(table, model, profile, recipe)[0]
 
 
 def make_compact(model: nn.Module, products: Products, optimizer: torch.optim.Optimizer | None = None) -> None:
