@@ -35,6 +35,9 @@ FAULTS = [
     ({"values": torch.ones(4, 4, 8, device="meta")}, "expected values on cpu like x, got meta"),
     ({"bias": torch.ones(8, device="meta")}, "expected bias on cpu like x, got meta"),
     ({"bias": torch.ones(7)}, r"expected a bias of \(8,\), got \(7,\). Give one number per output"),
+    ({"values": torch.ones(4, 0, 8)}, r"expected values of \(slots, rows, cols\), got \(4, 0, 8\)"),
+    ({"values": torch.ones(4, 32)}, r"expected values of \(slots, rows, cols\), got \(4, 32\)"),
+    ({"x": torch.tensor(1.0)}, r"expected x of \(..., K\), got one number"),
     ({"x": torch.ones(3, 24, device="meta")}, "expected block_row on meta like x, got cpu"),
 ]  # fmt: skip
 

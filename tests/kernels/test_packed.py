@@ -232,6 +232,7 @@ def test_pack_refuses_an_index_that_does_not_fit(field):
     [
         ({"x": torch.ones(3, 96, device="meta")}, "expected block_row on meta like x, got cpu"),
         ({"x": torch.ones(3, 97)}, "expected x with K and out_features that make 2 x 3 blocks of 32 x 32, got K = 97"),
+        ({"x": torch.tensor(1.0)}, r"expected x of \(..., K\), got one number"),
         ({"x": torch.ones(3, 96).double()}, "expected x of float32 or bfloat16 on a CPU, got torch.float64"),
         ({"bias": torch.ones(64, device="meta")}, "expected bias on cpu like x, got meta"),
         ({"bias": torch.ones(63)}, r"expected a bias of \(64,\), got \(63,\). Give one number per output"),

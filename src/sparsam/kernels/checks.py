@@ -39,8 +39,10 @@ def check_linear(
             )
         if tensor.device != device:
             raise _elsewhere(name, field, tensor, device)
-    if values.dim() != 3:
+    if values.dim() != 3 or 0 in values.shape[1:]:
         raise ValueError(f"{name}: expected values of (slots, rows, cols), got {tuple(values.shape)}. Reshape them.")
+    if x.dim() == 0:
+        raise ValueError(f"{name}: expected x of (..., K), got one number. Give it a dimension of K = in_features.")
     slots, rows, cols = values.shape
     grid = index.row_start.shape[0] - 1, index.col_start.shape[0] - 1
     if any(tensor.shape[0] != slots for tensor in (index.block_row, index.block_col, index.row_slots, index.col_slots)):

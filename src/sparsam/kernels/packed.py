@@ -48,7 +48,9 @@ class PackedWeights:
     def try_forward(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
         """act(x W^T + bias) of plain tensors (see `is_plain`); None where a call is not as simple as that."""
         shape, code = x.shape, _ACTIVATIONS.get(activation)
-        if x.dtype is not self.dtype or shape[-1] != self.in_features or code is None or not x.is_contiguous():
+        if x.dtype is not self.dtype or code is None or not x.is_contiguous():
+            return None
+        if not shape or shape[-1] != self.in_features:
             return None
         at, kind = None, 0
         if bias is not None:
