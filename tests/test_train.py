@@ -174,6 +174,9 @@ def test_what_a_run_leaves(text, tmp_path):
     assert all(record["step_ms"] > 0 and record["sparsity"] == 0.75 for record in records if record["kind"] == "train")
     assert layers["density"] == 0.25
     figures = summary["figures"]
+    moved = [record["grown"] / record["active"] for record in records if record["kind"] == "rewire"]
+    assert figures["moved_share"] == {"value": pytest.approx(sum(moved) / 2), "unit": "share", "kind": "measured"}
+    assert 0.25 < figures["ever_active"]["value"] <= 0.5
     assert all(set(figure) == {"value", "unit", "kind"} for figure in figures.values())
     assert figures["validation_loss"]["value"] == evaluated[-1]
     assert figures["validation_loss"]["kind"] == "measured"
@@ -414,6 +417,8 @@ def test_blocks_of_a_gradual_method_become_compact_once(text, tmp_path):
     assert all(row["reason"].startswith("masked at first") and row["compact_ms"] > 0 for row in rows)
     speeds = [r["tokens_per_second"] for r in records if r["kind"] == "train" and r["step"] > 3]
     assert summary["figures"]["tokens_per_second_compact"]["value"] == sorted(speeds)[1]
+    assert summary["figures"]["ever_active"]["value"] == 1.0
+    assert "moved_share" not in summary["figures"]  # nothing grew
     held = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in training.model.parameters()}
 

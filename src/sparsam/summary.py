@@ -38,6 +38,7 @@ def figures_of(
     lines = list(records)
     trained = [line for line in lines if line["kind"] == "train" and not line.get("profiled")]
     evaluated = [line for line in lines if line["kind"] == "eval"]
+    rewired = [line for line in lines if line["kind"] == "rewire"]
     figures: dict[str, measure.Figure] = {}
     if trained:
         figures["step_ms"] = measure.measured(statistics.median(line["step_ms"] for line in trained), "ms")
@@ -52,6 +53,11 @@ def figures_of(
         figures["bits_per_byte"] = measure.measured(evaluated[-1]["bits_per_byte"], "bits/byte")
         if "accuracy" in evaluated[-1]:  # runs of 0.1 have none
             figures["accuracy"] = measure.measured(evaluated[-1]["accuracy"], "share")
+    if any(line["grown"] for line in rewired):
+        moved = statistics.fmean(line["grown"] / max(line["active"], 1) for line in rewired)
+        figures["moved_share"] = measure.measured(moved, "share")
+    if trained and "ever_active" in trained[-1]:
+        figures["ever_active"] = measure.measured(trained[-1]["ever_active"], "share")
     kept = measure.training_bytes(model.parameters(), optimizer)
     for name, size in kept.items():
         figures[f"{name.removesuffix('s')}_bytes"] = measure.measured(size, "B")

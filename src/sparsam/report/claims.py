@@ -16,9 +16,13 @@ from sparsam.report.load import RunData, Side
 
 __all__ = ["Comparison", "compare", "figure_of", "notes", "smoothed_losses", "sparsity", "time_to_twin"]
 
-Better = Literal["higher", "lower"]
+Better = Literal["higher", "lower", "neither"]
 
-_QUALITY = frozenset({"validation_loss", "bits_per_byte"})
+_QUALITY = frozenset({"validation_loss", "bits_per_byte", "accuracy"})
+_ON_PAPER = frozenset({"flops_per_step_on_paper", "training_flops_on_paper"})
+_TOPOLOGY = frozenset({"moved_share", "ever_active"})
+_ONCE_COMPACT = "tokens_per_second_compact"
+_UNITS = {"train_seconds": "s", "bits_per_byte": "bits/byte", "accuracy": "share"}
 _LEAST_PAIRS = 3
 _SMOOTHED_EVALUATIONS = 3
 
@@ -57,18 +61,24 @@ class Comparison:
 _ROWS: tuple[tuple[str, str, Better], ...] = (
     ("validation_loss", "Validation loss", "lower"),
     ("bits_per_byte", "Validation bits per byte", "lower"),
+    ("accuracy", "Validation accuracy, next token", "higher"),
     ("tokens_per_second", "Training speed, median step", "higher"),
+    (_ONCE_COMPACT, "Training speed once blocks were compact, median step", "higher"),
     ("step_ms", "Time of one step, median", "lower"),
     ("train_seconds", "Training time, all steps but a profiled one", "lower"),
     ("time_to_twin", "Time to the dense twin's final loss", "lower"),
     ("flops_per_step", "Operations of one step", "lower"),
     ("flops_per_step_on_paper", "Operations on paper, if zeros were skipped", "lower"),
+    ("training_flops", "Operations of the whole training", "lower"),
+    ("training_flops_on_paper", "The same on paper, if zeros were skipped", "lower"),
     ("training_bytes", "Parameters + gradients + optimiser", "lower"),
     ("parameter_bytes", "of which parameters", "lower"),
     ("gradient_bytes", "of which gradients", "lower"),
     ("optimizer_bytes", "of which optimiser", "lower"),
     ("packed_bytes", "Scratch memory that the kernels hold, beside these", "lower"),
     ("peak_rss_bytes", "Peak memory of the process", "lower"),
+    ("moved_share", "Active units that one update moved, mean", "neither"),
+    ("ever_active", "Units that were active at some time, of all", "neither"),
 )
 
 
@@ -77,7 +87,7 @@ def compare(run: RunData) -> list[Comparison]:
     rows = []
     for name, label, better in _ROWS:
         sparse, dense = _pair(run, name)
-        if (sparse is None and dense is None) or (name == "flops_per_step_on_paper" and not _differs_on_paper(run)):
+        if (sparse is None and dense is None) or (name in _ON_PAPER and not _differs_on_paper(run, name)):
             continue
         reason = _why_not(run, name)
         gain = None
@@ -105,6 +115,7 @@ def notes(run: RunData) -> list[str]:
             )
         else:
             lines.append("No layer is sparse in this model, so no gain is claimed.")
+    lines += _about_topologies(run)
     if not run.sparse.finished:
         lines.append(f"The training is not finished: the figures are those of its first {run.sparse.steps} steps.")
     if run.dense is not None and run.twin == "full" and run.dense.steps < run.sparse.steps:
@@ -146,6 +157,8 @@ def figure_of(side: Side, name: str, last_step: int | None = None) -> Figure | N
     Args:
         last_step: read quality and training time at this step instead of at the end.
     """
+    if name in _TOPOLOGY and name not in side.figures:
+        return _of_topology(side, name)
     if name in _QUALITY or name == "train_seconds":
         known = side.figures.get(name)
         at = [r for r in side.evaluations if last_step is None or r["step"] <= last_step]
@@ -158,7 +171,7 @@ def figure_of(side: Side, name: str, last_step: int | None = None) -> Figure | N
             return known
         if not values:
             return None
-        unit = known.unit if known is not None else {"train_seconds": "s", "bits_per_byte": "bits/byte"}.get(name)
+        unit = known.unit if known is not None else _UNITS.get(name)
         return measured(float(values[-1]), unit or "nats/token")
     if name in side.figures:
         return side.figures[name]
@@ -211,6 +224,11 @@ def smoothed_losses(side: Side) -> list[tuple[float, float]]:
 def _pair(run: RunData, name: str) -> tuple[Figure | None, Figure | None]:
     if name == "time_to_twin":
         return time_to_twin(run) or (None, None)
+    if name == _ONCE_COMPACT:
+        since = run.sparse.compact_from
+        if since is None:
+            return None, None
+        return _speed(run.sparse, since), None if run.dense is None else _speed(run.dense, since)
     at = None
     if run.dense is not None and run.twin == "full":
         at = min(run.sparse.steps, run.dense.steps)
@@ -224,13 +242,55 @@ def _pair(run: RunData, name: str) -> tuple[Figure | None, Figure | None]:
     return sparse, figure_of(run.dense, name, at)
 
 
-def _differs_on_paper(run: RunData) -> bool:
-    computed, paper = (run.sparse.figures.get(f"flops_per_step{suffix}") for suffix in ("", "_on_paper"))
+def _speed(side: Side, since: int) -> Figure | None:
+    """Median tokens per second of the steps after one."""
+    values = [r["tokens_per_second"] for r in side.train if r["step"] > since and "tokens_per_second" in r]
+    return measured(statistics.median(values), "tokens/s") if values else None
+
+
+def _of_topology(side: Side, name: str) -> Figure | None:
+    """A figure of how the topology moved, of a training that was stopped before its summary."""
+    if name == "ever_active":
+        shares = [float(r[name]) for r in side.train if isinstance(r.get(name), (int, float))]
+        return measured(shares[-1], "share") if shares else None
+    moved = [r["grown"] / r["active"] for r in side.rewires if r.get("active") and "grown" in r]
+    return measured(statistics.fmean(moved), "share") if any(moved) else None
+
+
+def _about_topologies(run: RunData) -> list[str]:
+    """What the figures of a topology that moved mean, and those of one whose density changed."""
+    lines, side = [], run.sparse
+    moved, ever = (figure_of(side, name) for name in ("moved_share", "ever_active"))
+    if moved is not None and ever is not None:
+        tried = "all units were active at some time"
+        if ever.value < 1:
+            tried = f"{ever.text} of all units were active at some time, the others were never tried"
+        lines.append(
+            f"Of the active units, an update moved {moved.text} to other places, on average over {len(side.rewires)}"
+            f" updates; {tried}."
+        )
+    densities = [float(r["density"]) for r in side.train if isinstance(r.get("density"), (int, float))]
+    if densities and max(densities) - min(densities) > 0.01:
+        lines.append(
+            f"Sparsity went from {100 * (1 - densities[0]):.3g} % at the first step to"
+            f" {100 * (1 - densities[-1]):.3g} % at the last: bytes and operations of one step are those at"
+            " the end, operations of the whole training are added up step by step."
+        )
+    if side.compact_from is not None:
+        lines.append(
+            f"Up to step {side.compact_from} all weights were kept and multiplied, zeros too (masked storage);"
+            " after it blocks were compact."
+        )
+    return lines
+
+
+def _differs_on_paper(run: RunData, name: str) -> bool:
+    computed, paper = run.sparse.figures.get(name.removesuffix("_on_paper")), run.sparse.figures.get(name)
     return computed is not None and paper is not None and paper.value < 0.99 * computed.value
 
 
 def _why_not(run: RunData, name: str) -> str:
-    if name in _QUALITY or name == "packed_bytes":
+    if name in _QUALITY or name in _ON_PAPER or name == "packed_bytes":
         return "shown side by side"
     if not any(layer.storage == "compact" for layer in run.layers):
         return "masked storage: no gain claimed" if any(layer.sparse for layer in run.layers) else "no sparse layer"
@@ -244,18 +304,19 @@ def _gain(run: RunData, name: str, better: Better, sparse: Figure, dense: Figure
     if below.value <= 0:
         return None
     value = above.value / below.value
-    if name in ("tokens_per_second", "step_ms") and run.dense is not None:
-        value = _by_pairs(run.sparse, run.dense) or value
+    if name in ("tokens_per_second", "step_ms", _ONCE_COMPACT) and run.dense is not None:
+        since = run.sparse.compact_from if name == _ONCE_COMPACT else None
+        value = _by_pairs(run.sparse, run.dense, since or 0) or value
     # A quotient is no better founded than the weaker of its two parts.
     kinds = {sparse.kind, dense.kind}
     weakest = next(kind for kind in ("simulated", "estimated", "modelled", "measured") if kind in kinds)
     return Figure(value, "x", weakest)
 
 
-def _by_pairs(sparse: Side, dense: Side) -> float | None:
+def _by_pairs(sparse: Side, dense: Side, since: int = 0) -> float | None:
     """Median over the steps that both took of dense time / sparse time: a slow minute of the machine cancels."""
     ours, theirs = _times(sparse.train), _times(dense.train)
-    pairs = [theirs[step] / ours[step] for step in ours.keys() & theirs.keys() if ours[step] > 0]
+    pairs = [theirs[step] / ours[step] for step in ours.keys() & theirs.keys() if step > since and ours[step] > 0]
     return statistics.median(pairs) if len(pairs) >= _LEAST_PAIRS else None
 
 

@@ -26,9 +26,11 @@ __all__ = [
     "rewires",
     "speed",
     "step_parts",
+    "topology",
 ]
 
 SPARSE, DENSE = "#12a594", "#8d8d99"
+_EVER = "#e5833a"
 # Parts of a step keep their colour whatever the order of their sizes.
 _PART_COLOURS = {
     "block-sparse products": "#12a594",
@@ -57,6 +59,7 @@ def all_figures(run: RunData) -> dict[str, go.Figure]:
         "speed": speed,
         "step_parts": step_parts,
         "rewires": rewires,
+        "topology": topology,
     }
     made = {name: make(run) for name, make in makers.items()}
     return {name: figure for name, figure in made.items() if figure is not None}
@@ -163,6 +166,26 @@ def rewires(run: RunData) -> go.Figure | None:
     )
     figure = _layout(go.Figure(bar), "step", "moved, % of active" if share else "units moved")
     figure.update_layout(showlegend=False)
+    return figure
+
+
+def topology(run: RunData) -> go.Figure | None:
+    """Share of units that are active, and that were active at some time, over steps."""
+    records = [r for r in run.sparse.train if isinstance(r.get("ever_active"), (int, float)) and "sparsity" in r]
+    if not records:
+        return None
+    stride = -(-len(records) // _MOST_POINTS)
+    shown = [*records[:-1:stride], records[-1]]
+    steps = [r["step"] for r in shown]
+    figure = go.Figure()
+    figure.add_trace(_line(steps, [100 * (1 - r["sparsity"]) for r in shown], "active", SPARSE, "solid"))
+    figure.add_trace(_line(steps, [100 * r["ever_active"] for r in shown], "active at some time", _EVER, "dash"))
+    if run.sparse.compact_from is not None:
+        figure.add_vline(x=run.sparse.compact_from, line={"color": DENSE, "width": 1, "dash": "dot"})
+        note = {"text": "blocks become compact", "showarrow": False, "xanchor": "left", "xshift": 6}
+        figure.add_annotation(x=run.sparse.compact_from, y=0.93, yref="paper", **note)
+    _layout(figure, "step", "units, % of all")
+    figure.update_yaxes(rangemode="tozero")
     return figure
 
 

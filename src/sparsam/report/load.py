@@ -48,6 +48,7 @@ class Side:
 
     Attributes:
         train, evaluations, rewires: the lines of metrics.jsonl by kind, in order.
+        compact_from: the step after which blocks were compact that had been masked before, or None.
         figures: name -> figure of summary.json.
         phases, breakdown: part of a step -> time; empty when it was not recorded.
         finished: whether the training wrote its summary.
@@ -62,6 +63,7 @@ class Side:
     breakdown: dict[str, Figure]
     finished: bool
     notes: tuple[str, ...] = ()
+    compact_from: int | None = None
 
     @property
     def steps(self) -> int:
@@ -141,6 +143,7 @@ def _side(folder: Path) -> Side:
         breakdown=_figures(summary_path, breakdown),
         finished=summary_path.is_file(),
         notes=tuple(map(str, summary.get("notes", ()))),
+        compact_from=next((r["step"] for r in records if r.get("kind") == "compact" and r.get("layers")), None),
     )
 
 

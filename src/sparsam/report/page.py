@@ -30,6 +30,7 @@ _TILES = {
     "validation_loss": ("Validation loss", "", ""),
     "time_to_twin": ("Time to the twin's final loss", "sooner", "later"),
     "training_bytes": ("Parameters + gradients + optimiser", "smaller", "larger"),
+    "training_flops": ("Operations of the training", "fewer", "more"),
     "flops_per_step": ("Operations per step", "fewer", "more"),
     "peak_rss_bytes": ("Peak memory", "smaller", "larger"),
 }
@@ -38,6 +39,7 @@ _PLOTS = {
     "loss_by_step": "Loss over steps",
     "speed": "Tokens per second",
     "rewires": "Units moved by each rewire",
+    "topology": "Units active now and at some time",
 }
 # A grid of blocks, a few of them there: the mark of the house.
 _BLOCKS = ((0, 0), (2, 0), (1, 1), (3, 1), (0, 2), (3, 2), (1, 3), (2, 3))
@@ -71,7 +73,7 @@ def render(
         "name": html.escape(run.folder.resolve().name),
         "sentence": _emphasised(sentence),
         "chips": "".join(f'<span class="chip">{html.escape(text)}</span>' for text in _chips(run)),
-        "tiles": "".join(_tile(row, run) for name in _TILES for row in comparisons if row.name == name),
+        "tiles": "".join(_tile(row, run) for row in _tiled(comparisons)),
         "notes": _notes(notes),
         "plots": _plots(list(figures)),
         "tables": _tables(run, comparisons),
@@ -104,6 +106,13 @@ def _chips(run: RunData) -> list[str]:
     if isa:
         chips.append(f"kernels: {isa}")
     return chips
+
+
+def _tiled(comparisons: list[Comparison]) -> list[Comparison]:
+    rows = {row.name: row for row in comparisons}
+    if "training_flops" in rows:
+        rows.pop("flops_per_step", None)  # one tile for operations
+    return [rows[name] for name in _TILES if name in rows]
 
 
 def _tile(row: Comparison, run: RunData) -> str:
