@@ -423,6 +423,21 @@ def test_blocks_of_a_gradual_method_become_compact_once(text, tmp_path):
     assert held == {id(p) for p in training.model.parameters()}
 
 
+def test_blocks_that_were_compact_from_the_start_lose_their_dead_slots(text, tmp_path):
+    recipe = recipe_of(text, GRADUAL, "sparsity.storage=compact")
+    with Run.create(tmp_path / "run", recipe.yaml()) as run:
+        training = Training(recipe, run, fail)
+        layer = training.model.blocks[0].up
+        training.advance(2, quiet, never)
+        assert training.model.blocks[0].up is layer
+        assert int((layer.block_row < 0).sum()) == 32
+        train(training, quiet, never)
+        [record] = [record for record in run.records() if record["kind"] == "compact"]
+        assert "tokens_per_second_compact" not in run.read("summary.json")["figures"]
+    assert (record["step"], record["layers"], record["masked"]) == (3, 0, 0)
+    assert len(training.model.blocks[0].up.values) == 16
+
+
 def test_operations_of_a_training_are_added_up_step_by_step(text, tmp_path):
     """Masked zeros are multiplied; blocks that left compact storage, dead slots included, are not."""
     _, _, summary, _ = finished(recipe_of(text, "sparsity=null", "training.accumulate=2"), tmp_path / "dense")

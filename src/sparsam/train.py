@@ -242,6 +242,7 @@ class Training:
         state = self.session.state_dict()
         state["parts"][0] = settled_state(state["parts"][0])
         self.session.detach()
+        were_masked = {row.name for row in self.table.rows if row.storage == "masked"}
         self.table, self._compact = settled(self.table, self.model, self._profile, self.recipe)
         make_compact(self.model, self._compact, self.optimizer)
         self.topologies = TopologyLog()
@@ -249,8 +250,9 @@ class Training:
         self.session.load_state_dict(state)
         self.compiled = self._compiled()
         self.operations.recount(self._counted(), self.model, self.topologies)
-        masked = sum(row.storage == "masked" for row in self.table.rows)
-        self.run.append({"step": self.step, "kind": "compact", "layers": len(self._compact), "masked": masked})
+        became = were_masked & self._compact.keys()
+        counts = {"layers": len(became), "masked": len(were_masked - became)}
+        self.run.append({"step": self.step, "kind": "compact", **counts})
 
     def _compiled(self) -> nn.Module:
         if not self.recipe.training.compile:
