@@ -76,7 +76,7 @@ class Contender:
 
 
 class Task(ABC):
-    """Data, model, optimiser and measure of quality."""
+    """Data, model, optimiser and measure of quality; `every` so many steps topologies change."""
 
     every: int
     higher_is_better: bool
@@ -110,10 +110,10 @@ class Task(ABC):
 
 
 class ImageTask(Task):
-    every, higher_is_better, single_below = 100, True, 0.1
+    higher_is_better, single_below = True, 0.1
 
-    def __init__(self, folder: Path | None) -> None:
-        self.images = read_images(folder)
+    def __init__(self, folder: Path | None, every: int) -> None:
+        self.images, self.every = read_images(folder), every
 
     def model(self) -> nn.Module:
         sizes = (self.images.train[0].numel(), 512, 512, 512)
@@ -153,11 +153,11 @@ class ImageTask(Task):
 
 
 class TextTask(Task):
-    every, higher_is_better, single_below, clip = 20, False, 0.0, 1.0
+    higher_is_better, single_below, clip = False, 0.0, 1.0
     batch, context = 16, 128
 
-    def __init__(self, windows: int) -> None:
-        self.corpus, self.windows = read_corpus(), windows
+    def __init__(self, windows: int, every: int) -> None:
+        self.corpus, self.windows, self.every = read_corpus(), windows, every
 
     def model(self) -> nn.Module:
         return GPT(layers=4, width=256, heads=4, context=self.context)
@@ -300,8 +300,12 @@ def main() -> None:
     summary: dict[str, float | None] = {}
     tasks: dict[str, Task] = {}
     for name in arguments.tasks:
-        tasks[name] = ImageTask(arguments.data) if name == "images" else TextTask(16 if arguments.quick else 256)
-        seconds = arguments.image_seconds if name == "images" else arguments.text_seconds
+        if name == "images":
+            tasks[name] = ImageTask(arguments.data, every=10 if arguments.quick else 100)
+            seconds = arguments.image_seconds
+        else:
+            tasks[name] = TextTask(*((8, 1) if arguments.quick else (256, 20)))
+            seconds = arguments.text_seconds
         found += compare(name, tasks[name], seconds, arguments, rows)
     for name, task in tasks.items():
         for heat in ("time", "steps"):
@@ -371,8 +375,14 @@ def report(name: str, task: Task, heat: str, rows: list[dict[str, Any]], argumen
                 if row["method"] == method and (method == "dense" or (row["density"], row["block"]) == (density, block))
             ]
             row = twin if method == "dense" else mine[0]
-            line.append(f"{row['quality']:.4g} ({task.share(row['quality'], twin['quality']):.3f})")
+            share = f"{task.share(row['quality'], twin['quality']):.3f}" if arrived(row) else "too dense"
+            line.append(f"{row['quality']:.4g} ({share})")
         print(f"{method:8}" + "".join(f"{cell:>17}" for cell in line))
+
+
+def arrived(row: dict[str, Any]) -> bool:
+    """Whether a run was long enough to reach the density that it is listed under."""
+    return row["method"] == "dense" or abs(row["final_density"] / row["density"] - 1) < 0.05
 
 
 def is_twin(row: dict[str, Any], density: float, block: int) -> bool:
@@ -393,7 +403,7 @@ def summarise(
             shares = {
                 (row["method"], row["block"]): task.share(row["quality"], twins[row["heat"]])
                 for row in timed
-                if row["task"] == name and row["method"] != "dense" and row["density"] == density
+                if row["task"] == name and row["method"] != "dense" and row["density"] == density and arrived(row)
             }
             if shares:
                 winner = max(shares, key=shares.__getitem__)
