@@ -117,6 +117,10 @@ VARIANTS = {
         "sparsity.keep_moments=true",
     ],
     "recovery": ["sparsity.method={type: recovery, prune: 0.2, fine_tune: 0.4, every: 1, regrow: 0.1}"],
+    "pulled to zero and pruned": [
+        "sparsity.method={type: resize, schedule: {type: stages, values: [[0.0, 1.0], [0.67, 0.25]]}}",
+        "sparsity.l1={strength: 1e-3, until: 0.67, groups: true, dense: [head]}",
+    ],
     "straight through": ["sparsity.pattern={type: nm}", "sparsity.density=0.5", "sparsity.method={type: sr_ste}"],
 }
 

@@ -12,6 +12,7 @@ from sparsam.sparse.layers import ActivatedLinear, SparseLinear
 from sparsam.sparse.methods import DropGrow, Method, Resize, Then
 from sparsam.sparse.part import SparseTraining
 from sparsam.sparse.patterns import NM, Block, Neuron, Pattern, Unstructured
+from sparsam.sparse.penalty import L1
 from sparsam.sparse.published import ac_dc, gmp, granet, rigl, set_, sr_ste, static, taylor_pruning
 from sparsam.sparse.recovery import recovery, recovery_rate
 from sparsam.sparse.scores import (
@@ -33,6 +34,7 @@ from sparsam.sparse.views import LayerView
 __version__ = "0.1.0"
 
 __all__ = [
+    "L1",
     "NM",
     "Accumulator",
     "ActivatedLinear",

@@ -188,6 +188,10 @@ REFUSED = {
         "sparsity: {method: {type: resize, fraction: 0.1, schedule: {type: stages}}}",
         "r.yaml: sparsity: method.fraction moves units every so many steps; set method.every, or fraction 0.",
     ),
+    "no such key of a penalty": (
+        "sparsity: {l1: {strenth: 0.5}}",
+        "r.yaml: sparsity.l1.strenth: there is no such key; did you mean 'strength'?",
+    ),
     "gradients before the first step": (
         "sparsity: {allocation: by_sensitivity}",
         "r.yaml: sparsity: allocation.score taylor needs gradients, and method rigl shares density out before the "

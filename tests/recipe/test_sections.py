@@ -157,6 +157,14 @@ def test_allocations_are_built_one_to_one():
     assert built.grow is not gradient
 
 
+def test_a_penalty_ends_where_it_is_told_to():
+    penalty = sparsity(l1={"strength": 0.01, "until": 0.3, "groups": True}).l1
+    part = penalty.build(100, Block(32, 32))
+    assert [part.strength(step) for step in (0, 29, 30)] == [0.01, 0.01, 0.0]
+    assert part.groups == Block(32, 32)
+    assert sparsity(l1={"strength": 0.01}).l1.build(100, Block(32, 32)).groups is False
+
+
 def test_recovery_lowers_the_rate():
     found = recipe(
         sparsity={"method": {"type": "recovery", "prune": 0.2, "low_rate": 0.5}},

@@ -31,6 +31,9 @@ def parts_of(recipe: Recipe, table: SparsityTable | None, log: Part, ended: bool
         else:
             method = section.build_method(recipe.training.steps)
             parts.insert(0, SparseTraining(method, keep_moments=section.keep_moments))
+        if section.l1 is not None:
+            # after growth scores were taken, which are about the loss alone
+            parts.insert(1, section.l1.build(recipe.training.steps, section.pattern.build()))
         factor = section.lr_factor
     return [*parts, log, LearningRate(recipe.rate(sparse), factor)]
 

@@ -12,11 +12,14 @@ from torch import nn
 from sparsam.measure.device_profile import DeviceProfile
 from sparsam.recipe.allocations import AnyAllocation, BySensitivity, Global, Shared
 from sparsam.recipe.density import AnyMethod, Resizing, Stages
-from sparsam.recipe.methods import ACDC, MethodSection, Rewiring
+from sparsam.recipe.methods import ACDC, MethodSection, Rewiring, step_of
 from sparsam.recipe.patterns import AnyPattern, BlockPattern, NMPattern
 from sparsam.recipe.section import Strict
+from sparsam.schedules import stages
 from sparsam.sparse.allocation import Allocation, uniform
 from sparsam.sparse.methods import Method
+from sparsam.sparse.patterns import Pattern
+from sparsam.sparse.penalty import L1
 from sparsam.sparse.sparsify import inspect, sparsify
 from sparsam.sparse.table import SparsityTable
 
@@ -32,6 +35,21 @@ ALL_SLOW = (
 _FROM_WEIGHTS = ("magnitude", "random")
 
 
+class Penalty(Strict):
+    """L1, or group lasso over the pattern's units: what pulls weights to zero before they are pruned."""
+
+    strength: float = Field(1e-4, gt=0)
+    until: float = Field(1.0, gt=0, le=1)
+    groups: bool = False
+    dense: list[str] = Field([])
+
+    def build(self, steps: int, pattern: Pattern) -> L1:
+        """The part, for a training of so many steps; from `until` on it does nothing."""
+        last = max(1, step_of(self.until, steps))
+        strength = stages([(0, self.strength), (last, 0.0)])
+        return L1(strength, groups=pattern if self.groups else False, dense=self.dense)
+
+
 class Sparsity(Strict):
     """What is made sparse, how much, and how it changes."""
 
@@ -45,6 +63,7 @@ class Sparsity(Strict):
     exclude: list[str] = Field([])
     sparse_fan_in: bool | None = None  # None: for models that are not trained yet
     keep_moments: bool = False
+    l1: Penalty | None = None
     lr_factor: float = Field(1.0, gt=0, le=2)
 
     @field_validator("allocation", mode="before")
