@@ -36,8 +36,8 @@ def sparse_start(
     """Makes an untrained model sparse: a random topology, and weights drawn anew for it.
 
     The first topology keeps the largest magnitudes. Of weights that were drawn at random these are at random places,
-    but larger than a draw: single ones at 99 % by a factor of 2.9 where draws are normal and 1.7 where they are uniform,
-    which scaling by density alone would leave in.
+    but larger than a draw: single ones at 99 % by a factor of 2.9 for normal draws and 1.7 for uniform ones, which
+    scaling by density alone would leave in.
 
     Args:
         model: changed in place.
