@@ -76,6 +76,21 @@ def test_what_is_pruned_is_zero_in_the_average_too_and_kept_weights_are_averaged
             wanted[name] = found
 
 
+@pytest.mark.parametrize("average_first", [False, True], ids=["after", "before"])
+def test_weights_that_train_on_behind_zeros_are_zero_in_the_average(average_first):
+    """SR-STE lets the optimiser see them, and a part that comes before it sees them too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 8), nn.Tanh(), nn.Linear(8, 8))
+    sp.sparsify(model, sp.NM(2, 4), 0.5)
+    average, parts = sp.MovingAverage(0.5), [sp.SparseTraining(sp.sr_ste(every=2))]
+    parts.insert(0 if average_first else 1, average)
+    session = sp.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), parts)
+    for _ in range(5):
+        run(session, 1)
+        for layer in average.model[::2]:
+            assert not layer.weight[~layer.weight_topology].any()
+
+
 def test_a_skipped_step_is_no_step():
     _, average, session = training(*STORAGES[0])
     before = dense(average.model)

@@ -10,6 +10,7 @@ import torch
 
 from sparsam.session import Part, Rewire, Session
 from sparsam.sparse.layers import SparseLinear
+from sparsam.sparse.masked import masked_weights
 
 __all__ = ["MovingAverage"]
 
@@ -46,6 +47,10 @@ class MovingAverage(Part):
         for name, average in self.model.named_parameters():
             average.lerp_(trained[name].to(average.dtype), 1 - self.decay)
         self._copy_buffers()
+        # a part that acts later may still have weights to set to zero
+        for module in self.model.modules():
+            for masked in masked_weights(module):
+                masked.apply(masked.parameter)
 
     @torch.no_grad()
     def after_rewire(self, event: Rewire) -> None:
