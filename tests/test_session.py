@@ -234,3 +234,12 @@ def test_a_resumed_session_goes_on_with_the_seed_it_began_with():
     second = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
     second.load_state_dict(first.state_dict())
     assert second.seed == 7
+
+
+def test_a_loss_without_a_graph_is_refused_unless_everything_is_frozen():
+    model, session = training()
+    with pytest.raises(ValueError, match="backward: expected a loss that depends on trained weights, got one without"):
+        session.backward(torch.tensor(1.0))
+    model.requires_grad_(False)
+    session.backward(torch.tensor(1.0))
+    assert session.step()

@@ -1,6 +1,7 @@
 """Sparsam trains PyTorch models on less: public names and nothing else."""
 
 from sparsam.precision.part import Precision
+from sparsam.precision.scaler import LossScaler
 from sparsam.rate import LearningRate
 from sparsam.schedules import constant, cosine, cubic, limit_rate, linear, stages, warm_up
 from sparsam.select import select
@@ -43,6 +44,7 @@ __all__ = [
     "LayerRow",
     "LayerView",
     "LearningRate",
+    "LossScaler",
     "Method",
     "MovingAverage",
     "Neuron",

@@ -50,8 +50,17 @@ class Part:
         """Surrounds the forward pass."""
         return contextlib.nullcontext()
 
+    def loss_scale(self) -> float:
+        """What losses are multiplied by, the same for a whole window; gradients are divided by it before `before_step`.
+        At most one part has another one than 1."""
+        return 1.0
+
     def before_step(self) -> None:
         """Gradients of the whole window are there, unscaled and unclipped. Comes once a step."""
+
+    def accepts_step(self) -> bool:
+        """Whether these gradients are fit for a step, asked after `before_step`. False skips it."""
+        return True
 
     def after_step(self, applied: bool) -> None:
         """The optimiser has stepped, or (applied False) the step was skipped."""
@@ -92,8 +101,8 @@ class Session:
 
     Attributes:
         applied_steps: optimiser steps taken so far; what every schedule counts.
-        divisor: what the gradients of the window were divided by before `before_step`; a part that gathers gradients
-            of its own divides by it too.
+        divisor: what the gradients of the window were divided by before `before_step`, the loss scale included; a part
+            that gathers gradients of its own divides by it too.
     """
 
     def __init__(
@@ -121,6 +130,7 @@ class Session:
         self._backwards = 0
         self._samples = 0.0
         self._weighed = False
+        self._loss_scale = 1.0
         self._gradient_norm = math.nan
         self._prepared = False
         for position, part in enumerate(self.parts):
@@ -161,8 +171,17 @@ class Session:
         self._weighed = weighed
         weight = 1.0 if samples is None else float(samples)
         single = self.accumulate == 1
+        if self._backwards == 0:
+            self._loss_scale = self._scale_of_parts()
         # scaled here and divided once in step(): a window cut short is then still an exact mean
-        (loss if single or weight == 1.0 else loss * weight).backward()
+        factor = self._loss_scale * (1.0 if single else weight)
+        if loss.requires_grad:
+            (loss if factor == 1.0 else loss * factor).backward()
+        elif any(parameter.requires_grad for parameter in self._parameters()):
+            raise ValueError(
+                "backward: expected a loss that depends on trained weights, got one without a graph. "
+                "Compute it inside session.forward(), without torch.no_grad() or detach()."
+            )  # and where everything is frozen there is nothing to do
         self._backwards += 1
         self._samples += 1.0 if single else weight
 
@@ -182,12 +201,14 @@ class Session:
         self.divisor = self._samples
         if self._weighed and self.accumulate > 1 and isinstance(self.model, DistributedDataParallel):
             self.divisor = self._mean_over_ranks(self._samples)
+        self.divisor *= self._loss_scale
         if self.divisor != 1.0:
             for parameter in self._parameters():
                 if parameter.grad is not None:
                     parameter.grad.div_(self.divisor)
         self.before_step()
-        applied = self._clip()
+        answers = [part.accepts_step() for part in self.parts]  # of all of them: an answer may need other ranks
+        applied = all(answers) and self._clip()
         if applied:
             self.optimizer.step()
         self.after_step(applied)
@@ -249,6 +270,14 @@ class Session:
         """Detaches every part, last one first. The model and optimiser go on without the session."""
         while self.parts:
             self.parts.pop().detach()
+
+    def _scale_of_parts(self) -> float:
+        scales = [scale for part in self.parts if (scale := part.loss_scale()) != 1.0]
+        if len(scales) > 1:
+            raise ValueError(
+                f"loss scale: expected at most one part that scales the loss, got {len(scales)}. Keep one."
+            )
+        return scales[0] if scales else 1.0
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self.optimizer.param_groups:

@@ -1,0 +1,125 @@
+"""Faults of low precision that users of public tools reported, by number, each with its whole kind."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import sparsam as sp
+from sparsam.precision.scaler import LossScaler
+
+NOT_FINITE = [math.inf, -math.inf, math.nan]
+
+
+def step(session, scale=1.0, size=4):
+    with session.forward():
+        loss = session.model(torch.ones(2, size)).mean() * scale
+    session.backward(loss)
+    return session.step()
+
+
+def test_p1_an_optimiser_without_gradients_is_skipped_and_the_scale_moves():
+    """Two optimisers over two halves, one of which no loss reaches; then everything is frozen."""
+    used, idle = nn.Linear(4, 1), nn.Linear(4, 1)
+    scalers = LossScaler(initial=4.0, interval=1), LossScaler(initial=4.0, interval=1)
+    model = nn.ModuleList([used, idle])
+    sessions = [
+        sp.Session(model, torch.optim.AdamW(half.parameters()), [scaler])
+        for half, scaler in zip((used, idle), scalers, strict=True)
+    ]
+    before = [parameter.clone() for parameter in idle.parameters()]
+    for session in sessions:
+        session.backward(used(torch.ones(2, 4)).mean())
+        assert session.step()
+    assert [scaler.scale for scaler in scalers] == [8.0, 8.0]
+    assert all(torch.equal(a, b) for a, b in zip(before, idle.parameters(), strict=True))
+    model.requires_grad_(False)
+    sessions[0].backward(used(torch.ones(2, 4)).mean())
+    sessions[0].step()
+    assert scalers[0].scale == 16.0
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_p2_not_finite_in_every_step_stops_with_a_name_at_the_floor(bad):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    scaler = LossScaler(initial=2.0**16, floor=0.5, stop_after=30)
+    session = sp.Session(model, torch.optim.AdamW(model.parameters()), [scaler])
+    for _ in range(29):
+        assert not step(session, bad)
+    with pytest.raises(RuntimeError, match=r"not in 0.weight in 30 steps in a row, down to a scale of 0.5"):
+        step(session, bad)
+    assert scaler.scale == 0.5
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert session.applied_steps == 0
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_p2_a_transient_recovers(bad):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    scaler = LossScaler(initial=2.0**10, interval=5)
+    session = sp.Session(model, torch.optim.AdamW(model.parameters()), [scaler])
+    assert not step(session, bad)
+    assert scaler.scale == 2.0**9
+    for _ in range(5):
+        assert step(session)
+    assert scaler.scale == 2.0**10
+
+
+@pytest.mark.parametrize("value", [40000.0, -40000.0])
+def test_p3_entries_of_a_sparse_gradient_overflow_where_they_meet(value):
+    """Each is finite in fp16, their sum is not."""
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    scaler = LossScaler(initial=1.0)
+    session = sp.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), [scaler])
+    both = torch.full((2, 2), value, dtype=torch.float16)
+    model[0].weight.data = model[0].weight.data.half()
+    model[0].weight.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), both, (4, 2), check_invariants=True)
+    assert not scaler.accepts_step()
+    model[0].weight.grad = torch.sparse_coo_tensor(torch.tensor([[1, 2]]), both, (4, 2), check_invariants=True)
+    assert scaler.accepts_step()
+    assert session.applied_steps == 0
+
+
+def test_p7_the_scale_and_its_counters_are_resumed_and_a_checkpoint_does_not_grow():
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        scaler = LossScaler(initial=2.0**8, interval=3)
+        return model, sp.Session(model, torch.optim.AdamW(model.parameters()), [scaler, sp.Precision("bf16")])
+
+    def saved(model, session):
+        file = io.BytesIO()
+        torch.save([model.state_dict(), session.optimizer.state_dict(), session.state_dict()], file)
+        return file
+
+    model, session = made()
+    for scale in (1.0, math.inf, 1.0, 1.0):
+        step(session, scale)
+    file = saved(model, session)
+    other, resumed = made()
+    file.seek(0)
+    for owner, state in zip((other, resumed.optimizer, resumed), torch.load(file, weights_only=True), strict=True):
+        owner.load_state_dict(state)
+    sizes = set()
+    for _ in range(50):
+        step(session)
+        step(resumed)
+        assert session.parts[0].state_dict() == resumed.parts[0].state_dict()
+        sizes.add(len(saved(model, session).getvalue()))
+    assert max(sizes) - min(sizes) <= 64
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_p8_weights_of_half_precision_are_refused_with_advice(dtype):
+    model = nn.Sequential(nn.Linear(4, 4).to(dtype), nn.Linear(4, 1))
+    with pytest.raises(
+        ValueError, match=r"0.weight: expected float32 weights with a loss scaler, got .*Keep the model"
+    ):
+        sp.Session(model, torch.optim.AdamW(model.parameters()), [LossScaler()])
+    model[0].requires_grad_(False)  # what is not trained may be of any type
+    sp.Session(model, torch.optim.AdamW(model[1].parameters()), [LossScaler()])
