@@ -11,10 +11,13 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_readme_example_runs(capsys):
-    (example,) = re.findall(r"^```python\n(.*?)^```", PAGES[0].read_text(), re.MULTILINE | re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out
+@pytest.mark.parametrize(("page", "printed"), [("README.md", "sparsity "), ("docs/methods.md", "0.75")])
+def test_the_examples_of_a_page_run(page, printed, capsys):
+    """One after the other, as a reader would."""
+    names = {"__name__": "page"}
+    for example in re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL):
+        exec(compile(example, page, "exec"), names)
+    assert printed in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
