@@ -1,4 +1,4 @@
-"""The example of the README runs as it stands, and the pages link to what exists."""
+"""The examples of the pages run as they stand, and their links lead to what exists."""
 
 from __future__ import annotations
 

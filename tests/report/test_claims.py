@@ -108,6 +108,18 @@ def test_masked_storage_reports_time_and_bytes_and_claims_no_gain(run_folder):
     assert any(line.startswith("Masked storage keeps its zeros") for line in notes(load(folder)))
 
 
+def test_a_model_that_was_grown_back_is_called_dense_again(run_folder):
+    folder = run_folder(storage="masked")
+
+    def dense_again(table):
+        table["density"] = 1.0
+        for row in table["rows"]:
+            row["density"] = 1.0
+
+    edit(folder / "layers.json", dense_again)
+    assert text_of(folder).startswith("This model, dense again at the end of its training, trained at")
+
+
 def test_masked_storage_claims_nothing_even_where_the_clock_was_kind(run_folder):
     folder = run_folder(storage="masked")
     edit(folder / "summary.json", lambda s: s["figures"]["peak_rss_bytes"].update(value=1))

@@ -42,6 +42,8 @@ def _subject(run: RunData) -> str:
     share = sparsity(run)
     if share is None:
         return "This dense model"
+    if share < 5e-4:
+        return "This model, dense again at the end of its training,"
     pattern = _pattern(run.recipe)
     return f"This {100 * share:.3g} % sparse model{f' ({pattern})' if pattern else ''}"
 
