@@ -325,7 +325,91 @@ class Returns(sp.Method):
         return {"0": self.topology}
 
 
+class TestUncovered:
+    """SR-STE's weights behind zeros are the optimiser's between before_step and after_step, and nobody else's."""
+
+    def begun(self):
+        model, session = training(sp.sr_ste(), Unstructured(), "masked")
+        for _ in range(3):
+            step(model, session, X, Y)
+        (model(X) - Y).square().mean().backward()
+        session.before_step()
+        assert any(weight.parameter[~weight.active].any() for weight in sparse_weights(model).values())
+        return model, session
+
+    def test_detach_after_a_step_that_was_broken_off(self):
+        model, session = self.begun()
+        session.detach()
+        for weight in sparse_weights(model).values():
+            assert not weight.parameter[~weight.active].any()
+
+    def test_a_weight_that_is_not_finite_does_not_leak(self):
+        model, session = training(sp.sr_ste(), Unstructured(), "masked")
+        part = session.parts[0]
+        step(model, session, X, Y)
+        weight = part._weights["0"]
+        part._hidden["0"][~weight.active] = torch.tensor([torch.nan, 9.0]).repeat(12)
+        step(model, session, X, Y)
+        assert not weight.parameter[~weight.active].any()
+
+
+class TestFrozen:
+    @pytest.mark.parametrize(
+        "method",
+        [sp.gmp(0.2, 1, 5), sp.gmp(0.2, 1, 5, allocation=sp.global_()), sp.rigl(1)],
+        ids=["gmp", "all", "rigl"],
+    )
+    def test_everything(self, method):
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        for layer in model[::2]:
+            layer.weight.requires_grad_(False)
+        model, session = training(method, Unstructured(), "masked", model)
+        before = [layer.weight_topology.clone() for layer in model[::2]]
+        step(model, session, X, Y)
+        assert all(torch.equal(layer.weight_topology, one) for layer, one in zip(model[::2], before, strict=True))
+
+    @pytest.mark.parametrize("score", [sp.movement, sp.momentum, sp.fisher])
+    def test_what_is_unfrozen_later_is_gathered_from_then_on(self, score):
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        sparsify(model, Unstructured(), 0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model[0].weight.requires_grad_(False)
+        session = Session(model, optimizer, [SparseTraining(sp.DropGrow(score, sp.random, 1, constant(0.5)))])
+        step(model, session, X, Y)
+        model[0].weight.requires_grad_(True)
+        before = model[0].weight_topology.clone()
+        step(model, session, X, Y)
+        assert not torch.equal(model[0].weight_topology, before)
+        step(model, session, X, Y)
+
+    def test_what_is_unfrozen_later_trains_on_behind_zeros_too(self):
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        sparsify(model, Unstructured(), 0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model[0].weight.requires_grad_(False)
+        session = Session(model, optimizer, [SparseTraining(sp.sr_ste())])
+        step(model, session, X, Y)
+        model[0].weight.requires_grad_(True)
+        step(model, session, X, Y)
+        hidden = session.parts[0]._hidden["0"]
+        assert hidden[~model[0].weight_topology].any()
+
+
 class TestRefused:
+    @pytest.mark.parametrize("given", [sp.rigl, "rigl", [sp.rigl()], None, sp.constant(0.3)], ids=str)
+    def test_what_is_no_method(self, given):
+        with pytest.raises(ValueError, match=r"method: expected a Method such as rigl\(every=100\), got .*"):
+            SparseTraining(given)
+
+    def test_two_of_them(self):
+        """Each would undo what the other decides."""
+        model = nn.Sequential(nn.Linear(8, 8))
+        sparsify(model, Block(2, 2), 0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"expected one SparseTraining in a session, got 2. Join their methods"):
+            Session(model, optimizer, [SparseTraining(sp.static()), SparseTraining(sp.rigl())])
+        assert not model[0].attached
+
     def test_growth(self):
         with pytest.raises(ValueError, match="growth: expected auto, dense or sum_of_norms, got 'norms'"):
             SparseTraining(sp.static(), growth="norms")
@@ -381,6 +465,39 @@ class TestRefused:
         model, session = training(Returns(torch.ones(2, 3, dtype=torch.bool)))
         with pytest.raises(ValueError, match=r"0: expected a bool topology of \(4, 3\) from the method"):
             step(model, session, X, Y)
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (
+                {"nowhere": torch.ones(4, 3, dtype=torch.bool)},
+                "expected topologies of 0, 2 from the method, got nowhere",
+            ),
+            ({"2": torch.ones(2, 4, dtype=torch.bool)}, "expected topologies of 0 from the method, got 2"),
+            (None, "expected topologies by layer from the method, got NoneType"),
+        ],
+        ids=["unknown", "frozen", "nothing"],
+    )
+    def test_topologies_of_layers_that_are_not_trained(self, given, message):
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        net[2].weight.requires_grad_(given is None or "nowhere" in given)
+        method = Returns(None)
+        method.update = lambda views, step: given
+        model, session = training(method, storage="masked", net=net)
+        with pytest.raises(ValueError, match=message):
+            step(model, session, X, Y)
+
+    @pytest.mark.parametrize(
+        "method", [sp.sr_ste(), sp.DropGrow(sp.movement, sp.random, 9, constant(0.1))], ids=["sr-ste", "movement"]
+    )
+    def test_the_state_of_another_method(self, method):
+        model, session = training(method, Unstructured(), "masked")
+        step(model, session, X, Y)
+        state = session.state_dict()
+        session.detach()
+        session = Session(model, session.optimizer, [SparseTraining(sp.rigl())])
+        with pytest.raises(ValueError, match=r"SparseTraining: expected a state .* got one of a method that keeps"):
+            session.load_state_dict(state)
 
     def test_a_score_that_reads_gradients_says_so(self):
         def score(view):

@@ -18,7 +18,7 @@ from sparsam.sparse.patterns import Pattern, Unstructured
 from sparsam.sparse.scores import Accumulator, Score, accumulators_of, random, reads_gradient
 from sparsam.sparse.views import LayerView
 
-__all__ = ["DropGrow", "Method", "Resize", "Then", "drop_grow", "resize"]
+__all__ = ["DropGrow", "Method", "Resize", "Then", "check_method", "drop_grow", "resize"]
 
 _ANY = Unstructured()
 
@@ -152,6 +152,8 @@ class Then(Method):
     """
 
     def __init__(self, first: Method, second: Method) -> None:
+        for method in (first, second):
+            check_method(method)
         if first.hidden_decay is not None or second.hidden_decay is not None:
             raise ValueError("Then: expected methods whose inactive weights are zero, got one that trains them on.")
         self.first, self.second = first, second
@@ -172,6 +174,18 @@ class Then(Method):
                 }
                 decided |= method.update(seen, step)
         return decided
+
+
+def check_method(method: object) -> None:
+    """Refuses what is no method.
+
+    Raises:
+        ValueError: says what came.
+    """
+    if not isinstance(method, Method):
+        name = getattr(method, "__name__", "")
+        came = f"{name}, which makes one. Write {name}(...)" if name else repr(method)
+        raise ValueError(f"method: expected a Method such as rigl(every=100), got {came}.")
 
 
 def drop_grow(

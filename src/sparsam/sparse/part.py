@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sparsam.session import Part, Rewire, Session
-from sparsam.sparse.methods import Method
+from sparsam.sparse.methods import Method, check_method
 from sparsam.sparse.moments import RetainedMoments, check_optimizer, moments, reset_moments
 from sparsam.sparse.scores import Accumulator
 from sparsam.sparse.views import LayerView
@@ -48,6 +48,7 @@ class SparseTraining(Part):
     ) -> None:
         if growth not in ("auto", "dense", "sum_of_norms"):
             raise ValueError(f"growth: expected auto, dense or sum_of_norms, got {growth!r}.")
+        check_method(method)
         self.method, self.growth = method, growth
         self.updates = 0
         self.moved_share = 0.0
@@ -64,6 +65,12 @@ class SparseTraining(Part):
 
     def attach(self, session: Session) -> None:
         self.session = session
+        parts = sum(isinstance(part, SparseTraining) for part in session.parts)
+        if parts > 1:
+            raise ValueError(
+                f"SparseTraining: expected one SparseTraining in a session, got {parts}. "
+                "Join their methods: SparseTraining(Then(first, second))."
+            )
         weights = sparse_weights(session.model)
         if not weights:
             raise ValueError(
@@ -92,12 +99,7 @@ class SparseTraining(Part):
         self._ever_active = {name: weight.topology.clone() for name, weight in weights.items()}
         # two scores may gather the same
         self._gathers = {accumulator.name: accumulator for accumulator in self.method.accumulators}
-        self._accumulators = {
-            weight.name: {name: torch.zeros_like(weight.parameter, dtype=torch.float32) for name in self._gathers}
-            for weight in (self._trained() if self._gathers else ())
-        }
-        if self.method.hidden_decay is not None:
-            self._hidden = {weight.name: weight.parameter.detach().clone() for weight in self._trained()}
+        self._keep_for_trained()
         self._open_ahead()
 
     @contextlib.contextmanager
@@ -117,6 +119,7 @@ class SparseTraining(Part):
                     f"{name}: its parameter or topology was replaced while a session trains it. "
                     "Call session.detach() before changing the model, and build a new session after."
                 )
+        self._keep_for_trained()
         # before the zeros are put back: the gradient of inactive units is what growth is about
         if self._collects:
             for weight in self._trained():
@@ -189,6 +192,14 @@ class SparseTraining(Part):
                 f"SparseTraining: expected a model with topology {state['topology']}, got {found}. "
                 "Load the model's state before the session's."
             )
+        keeps = {name for kept in state.get("accumulators", {}).values() for name in kept} - set(self._gathers)
+        if state.get("hidden") and self.method.hidden_decay is None:
+            keeps.add("weights behind zeros")
+        if keeps:
+            raise ValueError(
+                "SparseTraining: expected a state of this session's method, got one of a method that keeps "
+                f"{', '.join(sorted(keeps))}. Attach that method, or go on without the session's state."
+            )
         self.updates, self.moved_share = int(state["updates"]), float(state["moved_share"])
         # states of 0.1 have counters only
         for name, ever in state.get("ever_active", {}).items():
@@ -205,6 +216,8 @@ class SparseTraining(Part):
     def detach(self) -> None:
         for weight in self._weights.values():
             weight.close_probe()
+            if self._uncovered:  # a step that was broken off
+                weight.keep_zeros()
             weight.hold(False)
         self._weights, self._held = {}, {}
         for kept in (self._growth, self._ever_active, self._accumulators, self._hidden):
@@ -212,6 +225,21 @@ class SparseTraining(Part):
 
     def _trained(self) -> list[SparseWeight]:
         return [weight for weight in self._weights.values() if weight.parameter.requires_grad]
+
+    def _keep_for_trained(self) -> None:
+        """Begins what the method keeps per weight of each trained layer, of one that was frozen until now too."""
+        if not self._gathers and self.method.hidden_decay is None:
+            return
+        for weight in self._trained():
+            if weight.name in self._accumulators or weight.name in self._hidden:
+                continue
+            self._refuse_compact({weight.name: weight})
+            if self._gathers:
+                self._accumulators[weight.name] = {
+                    name: torch.zeros_like(weight.parameter, dtype=torch.float32) for name in self._gathers
+                }
+            if self.method.hidden_decay is not None:
+                self._hidden[weight.name] = weight.parameter.detach().clone()
 
     def _refuse_compact(self, weights: Mapping[str, SparseWeight]) -> None:
         reason = self.method.masked_only
@@ -264,21 +292,35 @@ class SparseTraining(Part):
 
     def _update(self, step: int) -> None:
         views = {weight.name: self._view(weight, step) for weight in self._trained()}
+        decided = self._decided(views, step) if views else {}
         moved = active = 0
-        for name, topology in self.method.update(views, step).items():
+        for name, topology in decided.items():
             weight = self._weights[name]
             event = weight.apply(topology)
             active += int(topology.sum())
             self._ever_active[name] |= topology
             if event is not None:
                 if name in self._hidden:
-                    weight.parameter.copy_(self._hidden[name] * weight.active)
+                    weight.parameter.copy_(self._hidden[name])
+                    weight.keep_zeros()
                 moved += int(event.grown.sum())
                 self.session.rewired(event)
         self.updates += 1
         self.moved_share = moved / max(active, 1)
         if _ranks() > 1:
             _compare_ranks(self._weights, step)
+
+    def _decided(self, views: Mapping[str, LayerView], step: int) -> Mapping[str, torch.Tensor]:
+        """What the method wants, checked: it may be somebody's own."""
+        decided = self.method.update(views, step)
+        if not isinstance(decided, Mapping):
+            raise ValueError(f"expected topologies by layer from the method, got {type(decided).__name__}.")
+        if others := decided.keys() - views.keys():
+            raise ValueError(
+                f"expected topologies of {', '.join(views)} from the method, got {', '.join(sorted(others))}. "
+                "It may change the layers that it is shown; frozen ones keep theirs."
+            )
+        return decided
 
     def _view(self, weight: SparseWeight, step: int) -> LayerView:
         gradient = weight.parameter.grad
