@@ -7,7 +7,19 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from sparsam import DropGrow, constant, gradient, magnitude, needs_gradient, random, rigl, set_, static
+from sparsam import (
+    NM,
+    DropGrow,
+    Unstructured,
+    constant,
+    gradient,
+    magnitude,
+    needs_gradient,
+    random,
+    rigl,
+    set_,
+    static,
+)
 from sparsam.sparse.methods import drop_grow
 
 ZERO = torch.zeros(2, 3)
@@ -44,6 +56,13 @@ def test_full_empty_and_single_topologies_stay_possible():
     assert move(full, [[1, 2, 3], [4, 5, 6]], [[0] * 3] * 2, 0.5) == full
     assert move([[0] * 3] * 2, [[0] * 3] * 2, [[1] * 3] * 2, 1.0) == [[0] * 3] * 2
     assert move([[1, 0, 0], [0, 0, 0]], [[0] * 3] * 2, [[0, 0, 0], [0, 0, 1]], 1.0) == [[0, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(), NM(2, 4)], ids=str)
+def test_where_everything_is_active_nothing_moves(pattern):
+    """n:m at density 1 has no room for a move: a dense phase of AC/DC passes it by."""
+    everything, scores = torch.ones(3, 8, dtype=torch.bool), torch.rand(3, 8)
+    assert drop_grow(everything, scores, scores, 0.3, scores, scores, pattern).all()
 
 
 def test_a_live_unit_of_score_zero_is_alive():

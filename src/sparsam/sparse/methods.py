@@ -224,6 +224,8 @@ def drop_grow(
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"drop_grow: expected a fraction in [0, 1], got {fraction}.")
     count = int(active.sum())
+    if count == active.numel():
+        return active.clone()  # what would go comes back; and n:m has nothing between n / m and all
     moved = int(fraction * count)
     kept = pattern.choose(drop_scores.masked_fill(~active, -torch.inf), count - moved, drop_ties + active)
     return _filled(pattern, kept, grow_scores, count, grow_ties)
