@@ -18,7 +18,7 @@ from sparsam.sparse.scores import (
 )
 from sparsam.sparse.views import LayerView
 
-__all__ = ["Allocation", "by_sensitivity", "erdos_renyi", "global_", "uniform"]
+__all__ = ["Allocation", "by_sensitivity", "erdos_renyi", "global_", "share_out", "uniform"]
 
 Allocation = Callable[[Mapping[str, LayerView], float], dict[str, float]]
 
@@ -112,6 +112,22 @@ def global_(score: Score = magnitude, floor: float = 0.1) -> Allocation:
         return {name: (kept[name] + more[position]) / view.units for position, (name, view) in enumerate(views.items())}
 
     return _needs_what(score, allocation)
+
+
+def share_out(allocation: Allocation, views: Mapping[str, LayerView], density: float) -> dict[str, float]:
+    """What an allocation says, for whoever is given one.
+
+    Raises:
+        ValueError: it is none, or says nothing about a layer.
+    """
+    shares = allocation(views, density) if callable(allocation) else None
+    if not isinstance(shares, Mapping) or views.keys() - shares.keys():
+        came = f"the function {allocation.__name__}" if hasattr(allocation, "__name__") else repr(allocation)
+        raise ValueError(
+            f"allocation: expected one that gives every layer a density, got {came}. "
+            "Write uniform, erdos_renyi, global_() or by_sensitivity()."
+        )
+    return dict(shares)
 
 
 def _needs_what(score: Score, allocation: Allocation) -> Allocation:

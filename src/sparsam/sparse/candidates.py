@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Literal, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from sparsam.select import select
-from sparsam.sparse.allocation import Allocation
+from sparsam.sparse.allocation import Allocation, share_out
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
 from sparsam.sparse.masked import maskable, masked_weights, reparametrised
 from sparsam.sparse.patterns import Block, Pattern, Unstructured
@@ -59,6 +60,8 @@ class Options:
     seed: int
 
     def check(self, pattern: Pattern, density: float) -> None:
+        if not isinstance(pattern, Pattern):
+            raise ValueError(f"pattern: expected a pattern such as Block(32, 32) or Unstructured(), got {pattern!r}.")
         for what, value, allowed in (
             ("storage", self.storage, ("auto", "compact", "masked")),
             ("if_slow", self.if_slow, ("dense", "scatter", "compact")),
@@ -74,9 +77,9 @@ class Options:
             raise ValueError(
                 "tokens: a profile was given without the number of rows it should time. Pass tokens=batch * length."
             )
-        if not 0.0 < density <= 1.0:
+        if not (isinstance(density, Real) and 0.0 < density <= 1.0):
             raise ValueError(
-                f"density: expected a share of active units in (0, 1], got {density}. Sparsity is 1 - density."
+                f"density: expected a share of active units in (0, 1], got {density!r}. Sparsity is 1 - density."
             )
 
 
@@ -167,9 +170,8 @@ def decide(model: nn.Module, pattern: Pattern, density: float, options: Options)
             wanted.append(candidate)
     if not wanted:
         return candidates
-    densities = options.allocation(
-        {candidate.name: _view(candidate, pattern, options.seed) for candidate in wanted}, density
-    )
+    views = {candidate.name: _view(candidate, pattern, options.seed) for candidate in wanted}
+    densities = share_out(options.allocation, views, density)
     for candidate in wanted:
         candidate.density = densities[candidate.name]
         blocks = isinstance(pattern, Block) and len(candidate.owners) == 1
