@@ -130,7 +130,7 @@ def test_only_methods_that_read_gradients_ask_for_them():
             "every: expected at least 1 step between updates, got 0",
         ),
         (lambda: rigl(fraction=1.5), r"fraction: expected a share of active units in \[0, 1\], got 1.5"),
-        (lambda: set_(until=0), "expected a schedule over at least 1 step, got steps = 0"),
+        (lambda: set_(until=0), "until: expected a step after begin = 0 >= 0, got 0"),
         (lambda: move([[1, 0, 0]] * 2, [[0] * 3] * 2, [[0] * 3] * 2, 1.5), r"a fraction in \[0, 1\], got 1.5"),
         (lambda: move([[1, 0, 0]] * 2, [[0] * 2] * 2, [[0] * 3] * 2, 0.5), r"scores of shape \(2, 3\), got \(2, 2\)"),
     ],

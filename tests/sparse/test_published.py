@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,52 @@ def test_gmp_begins_where_it_is_told_and_from_the_density_it_is_told():
     assert [sum(line.step()) for _ in range(8)] == [4, 4, 4, 2, 2, 2, 2, 2]
 
 
+class Coarse:
+    """Two layers of whole rows: 4 rows of 250 weights and 100 rows of 10, so that rounding leaves the first one far
+    from a total density."""
+
+    def __init__(self, method, densities=(1.0, 1.0)):
+        torch.manual_seed(0)
+        self.layers = [nn.Linear(250, 4), nn.Linear(10, 100)]
+        for layer, density in zip(self.layers, densities, strict=True):
+            sp.sparsify(nn.Sequential(layer), sp.Neuron(), density)
+        model = nn.ModuleList(self.layers)
+        self.session = sp.Session(model, torch.optim.SGD(model.parameters(), lr=0.0), [sp.SparseTraining(method)])
+
+    def step(self):
+        sum(layer.weight.square().sum() for layer in self.layers).backward()
+        self.session.before_step()
+        self.session.optimizer.step()
+        self.session.after_step()
+        return [int(layer.weight_topology.sum()) for layer in self.layers]
+
+
+def test_while_density_falls_rounding_brings_nothing_back():
+    """0.62 of 4 rows is 2: the total lies below the next target, 0.6, and still nothing may grow."""
+    coarse = Coarse(sp.Resize(sp.magnitude, sp.stages([(0, 1.0), (1, 0.62), (2, 0.6), (3, 0.5)]), None, 3))
+    assert [coarse.step() for _ in range(4)] == [[2, 62], [2, 60], [2, 50], [2, 50]]
+
+
+def test_at_one_density_rounding_does_not_drift():
+    coarse = Coarse(sp.Resize(sp.magnitude, sp.stages([(0, 1.0), (1, 0.62)]), 1, 9))
+    assert [coarse.step() for _ in range(4)] == [[2, 62]] * 4
+
+
+def test_a_schedule_that_falls_from_above_the_models_density_brings_nothing_back():
+    """The model has a third already: the first periods of 20 % off have nothing to take."""
+    coarse = Coarse(sp.taylor_pruning(0.25, every=1, order=1), (0.5, 0.3))
+    counts = [coarse.step() for _ in range(8)]
+    assert counts[0] == counts[1] == [2, 30]
+    assert all(one >= other for pair in itertools.pairwise(counts) for one, other in zip(*pair, strict=True))
+
+
+def test_while_density_rises_rounding_drops_nothing():
+    """0.64 of 4 rows is 3: the total lies above the next target, 0.52, and no layer gives anything back."""
+    method = sp.Resize(sp.magnitude, sp.stages([(0, 0.3), (1, 0.5), (2, 0.52), (3, 1.0)]), None, 3)
+    coarse = Coarse(method, (0.5, 0.1))
+    assert [coarse.step() for _ in range(3)] == [[3, 36], [3, 36], [4, 100]]
+
+
 def test_granet_prunes_and_then_moves():
     """Of 4 left after pruning, the weaker half gives way to where the gradient is largest."""
     line = Line(sp.granet(0.5, every=1, until=1, fraction=0.5), 1.0, RISING)
@@ -59,6 +107,14 @@ def test_granet_prunes_and_then_moves():
     assert line.step([0.0, 0.9, 0.1, 0.8, 0, 0, 0, 0]) == [0, 1, 0, 1, 0, 0, 1, 1]
     # what went and came back in one update keeps its value
     assert line.weight == pytest.approx([0, 1.1, 0, 3.2, 0, 0, 7, 8])
+
+
+def test_granet_leaves_everything_alone_before_it_begins():
+    method = sp.granet(0.5, every=10, until=50, begin=25)
+    assert [step for step in range(1, 70) if method.second.due(step)] == [30, 40, 50]
+    assert [step for step in range(1, 70) if method.first.due(step)] == [30, 40, 50]
+    assert method.second.fraction(25) == 0.3
+    assert method.second.fraction(50) == 0.0
 
 
 def test_granet_by_default_lets_all_layers_compete():
@@ -139,7 +195,26 @@ def test_then_lets_the_second_see_what_the_first_decided():
 
 MAKE = {
     "every": (lambda: sp.gmp(0.1, every=0), "every: expected at least 1 step between updates, got 0"),
-    "until": (lambda: sp.gmp(0.1, until=5, begin=9), "expected a schedule over at least 1 step"),
+    "until": (lambda: sp.gmp(0.1, until=5, begin=9), "until: expected a step after begin = 9 >= 0, got 5"),
+    "rigl until": (lambda: sp.rigl(until=0), "until: expected a step after begin = 0 >= 0, got 0"),
+    "initial": (lambda: sp.gmp(0.1, initial=90), r"initial: expected a share of active units in \(0, 1\], got 90"),
+    "warm-up": (lambda: sp.ac_dc(0.1, 5, 5, 10, warm_up=-1), "warm_up: expected a number of steps >= 0, got -1"),
+    "fraction as a number": (
+        lambda: sp.DropGrow(sp.magnitude, sp.gradient, 100, 0.3),
+        r"fraction: expected a function, got 0.3. Write constant\(...\)",
+    ),
+    "score by name": (
+        lambda: sp.DropGrow("magnitude", sp.gradient, 100, sp.constant(0.3)),
+        "drop: expected a function, got 'magnitude'. Pass the function itself",
+    ),
+    "density as a number": (
+        lambda: sp.Resize(sp.magnitude, 0.5, 1, 9),
+        r"density: expected a function, got 0.5. Write constant\(...\)",
+    ),
+    "method uncalled": (
+        lambda: sp.Then(sp.gmp(0.5), sp.rigl),
+        r"method: expected a Method such as rigl\(every=100\), got rigl, which makes one. Write rigl\(...\)",
+    ),
     "resize until": (
         lambda: sp.Resize(sp.magnitude, sp.constant(0.5), 1, until=5, begin=5),
         "until: expected a step after begin = 5 >= 0, got 5",

@@ -7,18 +7,19 @@ methods of the literature are short compositions of these, in `published.py`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
 
 from sparsam.schedules import Schedule
-from sparsam.sparse.allocation import Allocation, uniform
+from sparsam.sparse.allocation import Allocation, share_out, uniform
 from sparsam.sparse.patterns import Pattern, Unstructured
 from sparsam.sparse.scores import Accumulator, Score, accumulators_of, random, reads_gradient
 from sparsam.sparse.views import LayerView
 
-__all__ = ["DropGrow", "Method", "Resize", "Then", "check_method", "drop_grow", "resize"]
+__all__ = ["DropGrow", "Method", "Resize", "Then", "check_functions", "check_method", "drop_grow", "resize"]
 
 _ANY = Unstructured()
 
@@ -57,19 +58,25 @@ class DropGrow(Method):
         every: applied steps between updates.
         fraction: share of active units to move, a schedule of the applied step.
         until: last step at which topologies change, or None.
+        begin: updates come after this step.
     """
 
-    def __init__(self, drop: Score, grow: Score, every: int, fraction: Schedule, until: int | None = None) -> None:
+    def __init__(
+        self, drop: Score, grow: Score, every: int, fraction: Schedule, until: int | None = None, begin: int = 0
+    ) -> None:
+        check_functions(drop=drop, grow=grow, fraction=fraction)
         if every < 1:
             raise ValueError(f"every: expected at least 1 step between updates, got {every}.")
+        if not 0 <= begin < (math.inf if until is None else until):
+            raise ValueError(f"until: expected a step after begin = {begin} >= 0, got {until}.")
         self.drop, self.grow = drop, grow
-        self.every, self.fraction, self.until = every, fraction, until
+        self.every, self.fraction, self.until, self.begin = every, fraction, until, begin
         self.needs_gradient = reads_gradient(grow) or reads_gradient(drop)
         self.accumulators = accumulators_of(drop) + accumulators_of(grow)
         self.masked_only = _grows_by_accumulator(grow)
 
     def due(self, step: int) -> bool:
-        return step > 0 and step % self.every == 0 and (self.until is None or step <= self.until)
+        return step > self.begin and step % self.every == 0 and (self.until is None or step <= self.until)
 
     def update(self, views: Mapping[str, LayerView], step: int) -> Mapping[str, torch.Tensor]:
         fraction = self.fraction(step)
@@ -90,10 +97,13 @@ class DropGrow(Method):
 class Resize(Method):
     """Makes layers sparser, or denser, as a schedule of the total density says.
 
+    While the schedule falls the total never grows, and while it rises no layer loses units: where units are coarse, or
+    the model is not at the density where the schedule begins, it waits until the schedule comes by.
+
     Args:
         keep: when density falls, active units with the lowest of these scores go.
         density: active share of all units of all layers, a schedule of the applied step.
-        every: applied steps between updates. None: whenever the schedule's value changes, for one made of stages.
+        every: updates come at its multiples. None: whenever the schedule's value changes, for one made of stages.
         until: last step that changes topologies; it is always an update, so the final density is met exactly.
         begin: updates come after this step.
         allocation: how the total is shared out between layers when density falls.
@@ -111,6 +121,7 @@ class Resize(Method):
         allocation: Allocation = uniform,
         grow: Score = random,
     ) -> None:
+        check_functions(keep=keep, density=density, allocation=allocation, grow=grow)
         if every is not None and every < 1:
             raise ValueError(f"every: expected at least 1 step between updates, got {every}.")
         if not 0 <= begin < until:
@@ -129,18 +140,21 @@ class Resize(Method):
         return step % self.every == 0 or step == self.until
 
     def update(self, views: Mapping[str, LayerView], step: int) -> Mapping[str, torch.Tensor]:
-        target = self.density(step)
-        now = sum(view.density * view.weights for view in views.values()) / sum(view.weights for view in views.values())
-        if target > now:
+        target, before = self.density(step), self.density(max(0, step - (self.every or 1)))
+        total = sum(view.weights for view in views.values())
+        now = sum(view.density * view.weights for view in views.values()) / total
+        # rounding to whole units leaves the total this far from a target: no reason to turn round
+        rounding = sum(view.weights / view.units for view in views.values()) / 2 / total
+        if target > before or (target == before and target > now + rounding):
             # every layer gets the same share of what it lacks: none can be asked for more than it has
-            share = (target - now) / (1 - now)
+            share = max(0.0, target - now) / max(1 - now, 1e-12)
             shares = {name: view.density + share * (1 - view.density) for name, view in views.items()}
         else:
-            shares = self.allocation(views, target)
-        return {
-            name: resize(view, view.pattern.count(view.units, shares[name]), self.keep, self.grow)
-            for name, view in views.items()
-        }
+            shares = share_out(self.allocation, views, target)
+        counts = {name: view.pattern.count(view.units, shares[name]) for name, view in views.items()}
+        if target < before and target >= now:
+            counts = {name: min(count, views[name].active_units) for name, count in counts.items()}
+        return {name: resize(view, counts[name], self.keep, self.grow) for name, view in views.items()}
 
 
 class Then(Method):
@@ -186,6 +200,18 @@ def check_method(method: object) -> None:
         name = getattr(method, "__name__", "")
         came = f"{name}, which makes one. Write {name}(...)" if name else repr(method)
         raise ValueError(f"method: expected a Method such as rigl(every=100), got {came}.")
+
+
+def check_functions(**given: object) -> None:
+    """Refuses a number or a name where a function is meant: updates come late, and errors should not.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    for what, one in given.items():
+        if not callable(one):
+            advice = "Write constant(...)" if what in ("fraction", "density") else "Pass the function itself"
+            raise ValueError(f"{what}: expected a function, got {one!r}. {advice}.")
 
 
 def drop_grow(

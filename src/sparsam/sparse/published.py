@@ -65,7 +65,9 @@ def gmp(
     Source: Zhu and Gupta 2017, arXiv:1710.01878.
     """
     _share("density", density)
-    return Resize(magnitude, cubic(initial, density, steps=until - begin, begin=begin), every, until, begin, allocation)
+    _share("initial", initial)
+    curve = cubic(initial, density, steps=max(1, until - begin), begin=begin)
+    return Resize(magnitude, curve, every, until, begin, allocation)
 
 
 def granet(
@@ -91,7 +93,7 @@ def granet(
     Source: Liu et al. 2021, arXiv:2106.10404, Alg. 1.
     """
     prune = gmp(density, every, until, begin, initial, global_() if allocation is None else allocation)
-    return Then(prune, DropGrow(magnitude, gradient, every, _annealed(fraction, until), until))
+    return Then(prune, DropGrow(magnitude, gradient, every, _annealed(fraction, until, begin), until, begin))
 
 
 def taylor_pruning(
@@ -156,6 +158,8 @@ def ac_dc(
     for what, steps in (("dense_steps", dense_steps), ("sparse_steps", sparse_steps)):
         if steps < 1:
             raise ValueError(f"{what}: expected at least 1 step, got {steps}.")
+    if warm_up < 0:
+        raise ValueError(f"warm_up: expected a number of steps >= 0, got {warm_up}.")
     turns, step = [(0, 1.0)], warm_up or dense_steps
     while True:
         turns.append((step, density))
@@ -188,10 +192,11 @@ def _share(what: str, value: float) -> None:
         raise ValueError(f"{what}: expected a share of active units in (0, 1], got {value}.")
 
 
-def _annealed(fraction: float, until: int | None) -> Schedule:
+def _annealed(fraction: float, until: int | None, begin: int = 0) -> Schedule:
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"fraction: expected a share of active units in [0, 1], got {fraction}.")
-    return constant(fraction) if until is None else cosine(fraction, 0.0, steps=until)
+    # a step that cannot be is refused by the method
+    return constant(fraction) if until is None else cosine(fraction, 0.0, steps=max(1, until - begin), begin=begin)
 
 
 class _Static(Method):
