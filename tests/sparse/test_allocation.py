@@ -94,6 +94,14 @@ def test_in_global_a_layer_of_tiny_weights_keeps_its_floor():
     assert total(layers, found) == pytest.approx(0.01, abs=1 / 11000)
 
 
+def test_in_global_a_floor_that_rounding_exceeds_is_no_error():
+    """0.3 of 5 units is 1.5: every layer keeps 2."""
+    layers = views(dict.fromkeys("abcdef", (5, 1)))
+    for floor, density in ((1.0, 0.3), (0.9, 0.35)):
+        shares = global_(floor=floor)(layers, density)
+        assert all(abs(share - density) <= 0.1 + 1e-9 for share in shares.values())
+
+
 def test_in_global_what_is_inactive_does_not_come_back():
     active = torch.tensor([[True, False, True, False]])
     layers = {"a": view("a", (1, 4), torch.tensor([[1.0, 9.0, 2.0, 9.0]]), active), "b": view("b", (1, 4))}

@@ -99,7 +99,7 @@ def global_(score: Score = magnitude, floor: float = 0.1) -> Allocation:
             scores.append(rest)
             sizes.append(torch.full_like(rest, size, dtype=torch.float64))
             owners.append(torch.full_like(rest, position, dtype=torch.int64))
-        if budget < -0.5 * max(view.weights / view.units for view in views.values()):
+        if budget < -0.5 * sum(view.weights / view.units for view in views.values()):  # more than rounding explains
             raise ValueError(
                 f"global_: expected a density that leaves every one of {len(views)} layers one unit and its floor, got "
                 f"{density:g}. Raise the density, or use a pattern of smaller units."
