@@ -325,6 +325,32 @@ class Returns(sp.Method):
         return {"0": self.topology}
 
 
+def test_the_sparsity_it_shows_is_that_of_weights():
+    """A row of 10 counts for less than a row of 100, as in the table and in every density schedule."""
+    model = nn.Sequential(nn.Linear(100, 10), nn.ReLU(), nn.Linear(10, 100))
+    sparsify(model[:1], sp.Neuron(), 0.2)
+    sparsify(model[2:], sp.Neuron(), 0.7)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), [SparseTraining(sp.static())])
+    assert session.metrics()["sparsity"] == pytest.approx(1 - (0.2 * 1000 + 0.7 * 1000) / 2000)
+    assert session.metrics()["ever_active"] == pytest.approx(0.45)
+
+
+def test_a_part_that_was_detached_begins_anew_elsewhere():
+    part = SparseTraining(sp.set_(every=1, fraction=0.5), keep_moments=True)
+    states = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        sparsify(model, Unstructured(), 0.5)
+        session = Session(model, torch.optim.Adam(model.parameters(), lr=0.1), [part])
+        for _ in range(3):
+            step(model, session, X, Y)
+        states.append((session.metrics(), model.state_dict()))
+        session.detach()
+    assert states[0][0] == states[1][0]
+    assert all(torch.equal(one, states[1][1][name]) for name, one in states[0][1].items())
+
+
 class TestUncovered:
     """SR-STE's weights behind zeros are the optimiser's between before_step and after_step, and nobody else's."""
 

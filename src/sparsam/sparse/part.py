@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -160,14 +161,11 @@ class SparseTraining(Part):
             total.masked_fill_(event.new_entries.expand_as(total), 0.0)
 
     def metrics(self) -> dict[str, float]:
-        units = {name: weight.topology for name, weight in self._weights.items()}
-        active = sum(int(topology.sum()) for topology in units.values())
-        total = sum(topology.numel() for topology in units.values())
         return {
-            "sparsity": 1 - active / total,
+            "sparsity": 1 - self._share({name: weight.topology for name, weight in self._weights.items()}),
             "topology_updates": float(self.updates),
             "moved_share": self.moved_share,
-            "ever_active": sum(int(ever.sum()) for ever in self._ever_active.values()) / total,
+            "ever_active": self._share(self._ever_active),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,6 +220,16 @@ class SparseTraining(Part):
         self._weights, self._held = {}, {}
         for kept in (self._growth, self._ever_active, self._accumulators, self._hidden):
             kept.clear()
+        # where it is attached next, nothing of this model is known
+        self.updates, self.moved_share, self._foreign_loop, self._uncovered = 0, 0.0, True, False
+        if self._retained is not None:
+            self._retained = RetainedMoments()
+
+    def _share(self, units: Mapping[str, torch.Tensor]) -> float:
+        """Share of all units that are True, each counted with its weights."""
+        sizes = {name: math.prod(weight.shape) for name, weight in self._weights.items()}
+        share = {name: int(one.sum()) / one.numel() for name, one in units.items()}
+        return sum(share[name] * size for name, size in sizes.items()) / sum(sizes.values())
 
     def _trained(self) -> list[SparseWeight]:
         return [weight for weight in self._weights.values() if weight.parameter.requires_grad]
