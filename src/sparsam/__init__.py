@@ -1,5 +1,6 @@
 """Sparsam trains PyTorch models on less: public names and nothing else."""
 
+from sparsam import formats
 from sparsam.precision.part import Precision
 from sparsam.precision.scaler import LossScaler
 from sparsam.rate import LearningRate
@@ -71,6 +72,7 @@ __all__ = [
     "densify",
     "erdos_renyi",
     "fisher",
+    "formats",
     "freeze",
     "global_",
     "gmp",
