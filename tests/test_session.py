@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsam import Part, Session
+from sparsam import Part, Session, constant, rigl
 
 
 class Recorder(Part):
@@ -206,6 +206,23 @@ def save_in_a_window():
         (lambda: training(accumulate=0), "accumulate: expected at least 1 backward in a window, got 0"),
         (lambda: training(clip=0.0), "clip: expected a norm > 0 or None, got 0.0"),
         (lambda: training(clip=float("nan")), "clip: expected a norm > 0 or None, got nan"),
+        (
+            lambda: training(rigl()),
+            r"parts: expected parts such as SparseTraining\(rigl\(\)\), got a DropGrow. A method goes into SparseTr",
+        ),
+        (lambda: training(Recorder), "parts: expected parts such as .*, got the class Recorder itself"),
+        (
+            lambda: training(constant(1.0)),
+            "parts: expected parts .*, got a function. .* a schedule .* into LearningRate",
+        ),
+        (
+            lambda: Session(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), Part()),
+            r"parts: expected a list of parts, got a Part. Write \[...\] around it",
+        ),
+        (
+            lambda: Session(nn.Linear(1, 1), [Part()]),
+            "optimizer: expected a torch.optim.Optimizer, got a list",
+        ),
         (full_window, r"backward: the window of 1 is full. Call step\(\) first"),
         (mixture, "samples: expected for every backward of a window or for none, got a mixture"),
         (

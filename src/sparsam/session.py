@@ -119,6 +119,16 @@ class Session:
             raise ValueError(f"accumulate: expected at least 1 backward in a window, got {accumulate}.")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip: expected a norm > 0 or None, got {clip}.")
+        if not hasattr(optimizer, "param_groups"):
+            raise ValueError(f"optimizer: expected a torch.optim.Optimizer, got {_kind(optimizer)}.")
+        if not isinstance(parts, Sequence):
+            raise ValueError(f"parts: expected a list of parts, got {_kind(parts)}. Write [...] around it.")
+        for part in parts:
+            if not isinstance(part, Part):
+                raise ValueError(
+                    f"parts: expected parts such as SparseTraining(rigl()), got {_kind(part)}. "
+                    "A method goes into SparseTraining(...), a schedule of the learning rate into LearningRate(...)."
+                )
         self.model = model
         self.optimizer = optimizer
         self.parts = list(parts)
@@ -309,6 +319,10 @@ class Session:
         norm = nn.utils.clip_grad_norm_(self._parameters(), self.clip)
         self._gradient_norm = float(norm)
         return math.isfinite(self._gradient_norm)
+
+
+def _kind(given: object) -> str:
+    return f"the class {given.__name__} itself" if isinstance(given, type) else f"a {type(given).__name__}"
 
 
 def _from_rank_zero(seed: int) -> int:

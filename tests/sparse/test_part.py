@@ -369,6 +369,20 @@ class TestUncovered:
         for weight in sparse_weights(model).values():
             assert not weight.parameter[~weight.active].any()
 
+    def test_nothing_is_saved_before_after_step(self):
+        _, session = self.begun()
+        with pytest.raises(ValueError, match="Save the model and the session after after_step"):
+            session.state_dict()
+        session.after_step(applied=False)
+        session.state_dict()
+
+    def test_a_loop_that_forgets_before_step(self):
+        model, session = training(sp.sr_ste(), Unstructured(), "masked")
+        (model(X) - Y).square().mean().backward()
+        session.optimizer.step()
+        with pytest.raises(ValueError, match=r"expected before_step\(\) before the optimiser's step"):
+            session.after_step()
+
     def test_a_weight_that_is_not_finite_does_not_leak(self):
         model, session = training(sp.sr_ste(), Unstructured(), "masked")
         part = session.parts[0]

@@ -135,6 +135,11 @@ class SparseTraining(Part):
 
     @torch.no_grad()
     def after_step(self, applied: bool) -> None:
+        if applied and self._hidden and not self._uncovered:
+            raise ValueError(
+                "SparseTraining: expected before_step() before the optimiser's step: this method's weights behind "
+                "zeros have had none. Call session.before_step() when the gradients are there."
+            )
         for name, weight in self._weights.items():
             if name in self._hidden and self._uncovered:
                 self._hidden[name].copy_(weight.parameter)
@@ -169,6 +174,11 @@ class SparseTraining(Part):
         }
 
     def state_dict(self) -> dict[str, Any]:
+        if self._uncovered:
+            raise ValueError(
+                "SparseTraining: weights behind zeros are the optimiser's between before_step and after_step. "
+                "Save the model and the session after after_step()."
+            )
         # topologies are buffers of the model, random numbers are stateless: what was gathered is left
         return {
             "updates": self.updates,
