@@ -41,6 +41,15 @@ def test_each_weight_by_itself():
     assert int((gradient != 0).sum()) == 8
 
 
+@pytest.mark.parametrize("storage", ["compact", "masked"])
+def test_norms_of_units_are_taken_wide(storage):
+    """The square of 1e-4 is nothing in fp16."""
+    model = layer([[1e-4] * 4] * 4).half()
+    sp.sparsify(model, sp.Block(2, 2), 1.0, storage=storage)
+    gradient = next(iter(pulled(model, sp.L1(1.0, groups=True)).values()))
+    assert torch.allclose(gradient, torch.full_like(gradient, 0.5), rtol=1e-2)
+
+
 def test_biases_and_vectors_are_spared():
     model = layer(WEIGHT)
     sp.sparsify(model, sp.Unstructured(), 1.0)

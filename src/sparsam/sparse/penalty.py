@@ -100,7 +100,7 @@ class _Sparse:
         """Each weight over the norm of its unit."""
         parameter = self.parameter
         if isinstance(self.weight, CompactWeight):
-            return _over(parameter, parameter.square().sum((1, 2), keepdim=True).sqrt())
+            return _over(parameter, parameter.float().square().sum((1, 2), keepdim=True).sqrt())
         return _by_pattern(parameter, self.weight.pattern)
 
 
