@@ -136,7 +136,7 @@ class NM(Pattern):
         if count > most:
             raise ValueError(
                 f"{self}: expected at most {most} active units of {scores.numel()} (density {self.n / self.m:g}) or "
-                f"all of them, got {count}. Lower the density to {self.n / self.m:g}."
+                f"all of them, got {count}. Lower the density to {self.n / self.m:g}, and let allocation be uniform."
             )
         return top_k(scores.masked_fill(~allowed, -torch.inf), count, ties + allowed)
 

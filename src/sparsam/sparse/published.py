@@ -24,7 +24,8 @@ def static() -> Method:
 def set_(every: int = 100, fraction: float = 0.3, until: int | None = None) -> DropGrow:
     """SET: drop the smallest magnitudes, grow at random. `fraction` is annealed to 0 at step `until`, if given.
 
-    Source: Mocanu et al. 2018, arXiv:1707.04780.
+    Source: Mocanu et al. 2018, arXiv:1707.04780. Differs: by magnitude alone, where the paper takes its share of the
+    positive and of the negative weights apart; what grows starts at zero, not at random.
     """
     return DropGrow(magnitude, random, every, _annealed(fraction, until), until)
 
@@ -37,7 +38,8 @@ def rigl(every: int = 100, fraction: float = 0.3, until: int | None = None) -> D
         fraction: share of active units moved at the first update; cosine to 0 at step `until`, constant without it.
         until: last step that changes topologies; three quarters of the training is usual.
 
-    Source: Evci et al. 2020, arXiv:1911.11134.
+    Source: Evci et al. 2020, arXiv:1911.11134, Alg. 1. Differs: the optimiser steps on update steps too, and topologies
+    change after it, so that weights to drop are those after the step.
     """
     return DropGrow(magnitude, gradient, every, _annealed(fraction, until), until)
 
@@ -62,7 +64,8 @@ def gmp(
         initial: density at the start.
         allocation: how density is shared out between layers.
 
-    Source: Zhu and Gupta 2017, arXiv:1710.01878.
+    Source: Zhu and Gupta 2017, arXiv:1710.01878. Differs: updates fall on multiples of `every`, not on
+    `begin` plus them.
     """
     _share("density", density)
     _share("initial", initial)
@@ -90,7 +93,8 @@ def granet(
         fraction: share of active units that give way at first; cosine to 0 at `until`.
         allocation: how density is shared out between layers; by default all units compete by magnitude.
 
-    Source: Liu et al. 2021, arXiv:2106.10404, Alg. 1.
+    Source: Liu et al. 2021, arXiv:2106.10404, Alg. 1. Differs: units move while density falls; the authors' code
+    moves them to the end of training, as Then(granet(...), rigl(...)) does. `global_` leaves each layer a floor.
     """
     prune = gmp(density, every, until, begin, initial, global_() if allocation is None else allocation)
     return Then(prune, DropGrow(magnitude, gradient, every, _annealed(fraction, until, begin), until, begin))
@@ -114,7 +118,10 @@ def taylor_pruning(
         order: 1 scores by |weight * gradient|, 2 by weight^2 * mean squared gradient.
         allocation: how density is shared out between layers; by default all units compete by the same score.
 
+    Sparsify at density 1 before; a sparser model is left alone until its turn comes.
+
     Source: Molchanov et al. 2017, arXiv:1611.06440 (first order); LeCun et al. 1990, Optimal Brain Damage (second).
+    Differs: first order scores weights by the gradient of one window, the paper feature maps by a mean over many.
     """
     _share("density", density)
     if not 0.0 < worst < 1.0:
@@ -152,7 +159,8 @@ def ac_dc(
         warm_up: steps of the first dense phase; 0 is `dense_steps`.
         allocation: how density is shared out between layers; by default all units compete by magnitude.
 
-    Source: Peste et al. 2021, arXiv:2106.12379, Alg. 1.
+    Source: Peste et al. 2021, arXiv:2106.12379, Alg. 1. Differs: the authors' runs set all momentum to zero when
+    a dense phase begins, here that of the weights that come back; `global_` leaves each layer a floor.
     """
     _share("density", density)
     for what, steps in (("dense_steps", dense_steps), ("sparse_steps", sparse_steps)):
@@ -182,7 +190,8 @@ def sr_ste(decay: float = 2e-4, every: int = 1, until: int | None = None) -> Met
         every: applied steps between choices.
         until: last step that changes topologies.
 
-    Source: Zhou et al. 2021, arXiv:2102.04010, eq. 9.
+    Source: Zhou et al. 2021, arXiv:2102.04010, eq. 9. Differs: what `sparsify` sets to zero starts behind its zero at
+    zero, where the paper starts from the dense weights.
     """
     return _StraightThrough(decay, every, until)
 

@@ -109,13 +109,15 @@ def momentum(view: LayerView) -> torch.Tensor:
     """Mean |running mean of gradients| of each unit, decay 0.9. To grow by it takes masked storage, which has gradients
     of inactive weights; 4 more bytes a stored weight.
 
-    Source: Dettmers and Zettlemoyer 2019, arXiv:1907.04840 (sparse momentum).
+    Source: Dettmers and Zettlemoyer 2019, arXiv:1907.04840 (sparse momentum). Differs: a score; the paper also shares
+    out what grows between layers by their mean momentum, which is an allocation's to do.
     """
     return view.reduce(view.accumulators["momentum"].abs())
 
 
 def taylor(view: LayerView) -> torch.Tensor:
-    """Mean |weight * gradient| of each unit: to first order, how much the loss moves without its weights.
+    """Mean |weight * gradient| of each unit: to first order, how much the loss moves without its weights. The gradient
+    is that of the last window.
 
     Source: Molchanov et al. 2019, arXiv:1906.10771. Differs: the mean of absolute values, not a sum of squares.
 
@@ -124,8 +126,8 @@ def taylor(view: LayerView) -> torch.Tensor:
     """
     if view.gradient is None:
         raise ValueError(
-            f"{view.name}: expected a gradient for the Taylor score, got none. Run a backward before sparsify, or use "
-            "another score."
+            f"{view.name}: expected a gradient for the Taylor score, got none. Run a backward before sparsify; in a "
+            "loop of your own, call session.after_step() before zero_grad(); or use another score."
         )
     return view.reduce((view.weight.float() * view.gradient.float()).abs())
 
@@ -163,7 +165,8 @@ def fisher(view: LayerView) -> torch.Tensor:
 def movement(view: LayerView) -> torch.Tensor:
     """Mean of -sum over steps of weight * gradient of each unit: whether training moves its weights away from zero.
 
-    Source: Sanh et al. 2020, arXiv:2005.07683 (hard movement pruning). Differs: not scaled by the learning rate.
+    Source: Sanh et al. 2020, arXiv:2005.07683 (hard movement pruning). Differs: not scaled by the learning rate, and
+    what is inactive gathers nothing, where the paper's straight-through gradient lets it come back.
     """
     return view.reduce(view.accumulators["movement"])
 
