@@ -91,6 +91,35 @@ def test_weights_that_train_on_behind_zeros_are_zero_in_the_average(average_firs
             assert not layer.weight[~layer.weight_topology].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_storage
+def test_in_half_precision_small_steps_add_up(pattern, storage, dtype, tmp_path):
+    """A thousandth of the way is less than half a unit in the last place of a bf16 weight: rounded, nothing moves."""
+    model = nn.Sequential(nn.Linear(13, 8), nn.Tanh(), nn.Linear(8, 8)).to(dtype)
+    sp.sparsify(model, pattern, 0.5, storage=storage)
+    with torch.no_grad():
+        model[0].bias.zero_()
+    sessions = []
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sessions.append(sp.Session(model, optimizer, [sp.SparseTraining(sp.static()), sp.MovingAverage(0.999)]))
+    first, second = sessions
+    with torch.no_grad():
+        model[0].bias.fill_(1.0)
+    for step in range(1000):
+        first.before_step()
+        first.after_step()
+        if step == 499:
+            torch.save(first.state_dict(), tmp_path / "state")
+            second.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+        elif step > 499:
+            second.after_step()
+    for session in sessions:
+        bias = session.parts[1].model[0].bias
+        assert bias.dtype == dtype
+        assert bias.float().mean() == pytest.approx(1 - 0.999**1000, abs=0.01)
+
+
 def test_a_skipped_step_is_no_step():
     _, average, session = training(*STORAGES[0])
     before = dense(average.model)

@@ -38,6 +38,7 @@ class MovingAverage(Part):
     def attach(self, session: Session) -> None:
         self.session = session
         self.model = copy.deepcopy(session.model).eval().requires_grad_(False)
+        self._widen({})
 
     @torch.no_grad()
     def after_step(self, applied: bool) -> None:
@@ -45,7 +46,8 @@ class MovingAverage(Part):
             return
         trained = dict(self.session.model.named_parameters())
         for name, average in self.model.named_parameters():
-            average.lerp_(trained[name].to(average.dtype), 1 - self.decay)
+            wide = self._wide[name]
+            average.copy_(wide.lerp_(trained[name].to(wide.dtype), 1 - self.decay))
         self._copy_buffers()
         # a part that acts later may still have weights to set to zero
         for module in self.model.modules():
@@ -56,16 +58,29 @@ class MovingAverage(Part):
     def after_rewire(self, event: Rewire) -> None:
         names = [name for name, parameter in self.session.model.named_parameters() if parameter is event.parameter]
         for name in names:
-            average = self.model.get_parameter(name)
-            average.copy_(torch.where(event.new_entries, event.parameter, average))
+            wide = self._wide[name]
+            wide.copy_(torch.where(event.new_entries, event.parameter, wide))
+            self.model.get_parameter(name).copy_(wide)
         self._copy_buffers()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"decay": self.decay, "model": self.model.state_dict()}
+        narrow = {name for name, average in self.model.named_parameters() if average.dtype != self._wide[name].dtype}
+        wide = {name: self._wide[name].clone() for name in narrow}
+        return {"decay": self.decay, "model": self.model.state_dict(), "wide": wide}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.decay = float(state["decay"])
         self.model.load_state_dict(state["model"])
+        self._widen(state.get("wide", {}))
+
+    def _widen(self, known: Mapping[str, torch.Tensor]) -> None:
+        """Half precision would round small steps away: its average is kept wide beside it, 4 more bytes a weight."""
+        self._wide = {}
+        for name, average in self.model.named_parameters():
+            # to() gives what is wide enough back as it is
+            self._wide[name] = average.to(torch.promote_types(average.dtype, torch.float32))
+            if name in known:
+                self._wide[name].copy_(known[name])
 
     def _copy_buffers(self) -> None:
         """Topologies, addresses and running statistics are the model's own."""
