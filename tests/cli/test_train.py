@@ -326,3 +326,21 @@ def test_a_gradual_recipe_says_where_it_goes(sparsam, recipe):
     assert result.status == 0
     for part in ("4 of 7 matrices", "GMP every 2 steps until step 3, from 0 % to 75 % sparse", "0 % to 75 % sparse"):
         assert part in result.out, part
+
+
+@pytest.mark.parametrize(("speed", "width", "steps"), [(2e12, 512, 220), (1e11, 256, 180)])
+def test_the_demo_is_one_that_the_machine_gets_through(sparsam, monkeypatch, speed, width, steps):
+    """Without a recipe; a machine that multiplies slowly takes the small model and says so."""
+    chosen = []
+
+    def stop(recipe, *_):
+        chosen.append(recipe)
+        raise ValueError("that will do")
+
+    monkeypatch.setattr("sparsam.measure.dense_flops_per_second", lambda: speed)
+    monkeypatch.setattr("sparsam.cli.train._train", stop)
+    result = sparsam("train", "--out", "run")
+    assert result.err == "error that will do\n"
+    [recipe] = chosen
+    assert (recipe.model.width, recipe.training.steps) == (width, steps)
+    assert ("multiplies bf16 at 100 GFLOP/s: the demo takes a model of width 256" in result.out) == (width == 256)

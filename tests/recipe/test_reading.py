@@ -242,9 +242,18 @@ def test_yaml_that_does_not_parse_is_one_line():
     assert "\n" not in str(error.value)
 
 
-def test_the_default_recipe_reads_and_survives_being_written():
-    recipe = read_recipe(default_recipe())
+@pytest.mark.parametrize("small", [False, True])
+def test_the_default_recipe_reads_and_survives_being_written(small):
+    recipe = read_recipe(default_recipe(small))
     assert parse_recipe(recipe.yaml()) == recipe
+
+
+def test_the_small_demo_is_the_demo_in_a_smaller_model():
+    usual, small = read_recipe(default_recipe()), read_recipe(default_recipe(small=True))
+    assert small.model.width == usual.model.width // 2
+    assert small.training.steps < usual.training.steps
+    settings = ["model.width=512", "model.heads=8", "training.steps=220"]
+    assert read_recipe(default_recipe(small=True), settings) == usual
 
 
 def test_settings_change_a_recipe():

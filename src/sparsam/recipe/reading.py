@@ -21,9 +21,13 @@ class RecipeError(ValueError):
     """What is wrong with a recipe, in one line."""
 
 
-def default_recipe() -> Path:
-    """The recipe of the demo, which `sparsam train` runs when it is given none."""
-    return Path(str(resources.files("sparsam.recipe") / "default.yaml"))
+def default_recipe(small: bool = False) -> Path:
+    """The recipe of the demo, which `sparsam train` runs when it is given none.
+
+    Args:
+        small: the one for machines that multiply slowly.
+    """
+    return Path(str(resources.files("sparsam.recipe") / ("default_small.yaml" if small else "default.yaml")))
 
 
 def read_recipe(path: Path, settings: Iterable[str] = ()) -> Recipe:
