@@ -30,7 +30,7 @@ from sparsam.twin import TwinProcess
 __all__ = ["train"]
 
 _SPARSE, _DENSE, _TWIN = "sparse", "dense", "dense twin"
-# Two cores with AMX reach 1000e9 and more, with AVX-512 alone 200e9: there the usual demo would take a quarter of an hour.
+# Two cores with AMX reach 1000e9 and more, with AVX-512 alone 170e9: the usual demo would take a quarter of an hour.
 _SLOW_FLOPS_PER_SECOND = 450e9
 
 
@@ -77,8 +77,8 @@ def _demo() -> Path:
     small = speed < _SLOW_FLOPS_PER_SECOND
     if small:
         console().print(
-            f"This machine multiplies bf16 at {speed / 1e9:.0f} GFLOP/s: the demo takes a model of width 256 instead of "
-            "512, and 180 steps.\n",
+            f"This machine multiplies bf16 at {speed / 1e9:.0f} GFLOP/s: the demo takes a model of width 256 "
+            "instead of 512, and 180 steps.\n",
             soft_wrap=True,
         )
     return default_recipe(small)
