@@ -154,6 +154,12 @@ def test_what_an_allocation_needs_is_what_its_score_needs():
     [
         (lambda layers: global_(floor=1.5), r"floor: expected a share of the density in \[0, 1\], got 1.5"),
         (lambda layers: by_sensitivity(floor=-1.0), r"floor: expected a share of the density in \[0, 1\], got -1.0"),
+        (lambda layers: global_("magnitude"), "score: expected a function, got 'magnitude'. Pass the function itself"),
+        (lambda layers: by_sensitivity(0.5), "score: expected a function, got 0.5. Pass the function itself"),
+        (
+            lambda layers: global_(lambda view: magnitude(view).sum())(layers, 0.5),
+            r"a: expected a score for each of \(2, 50\) units, got \(\). Bring entries to units with view.reduce",
+        ),
         (lambda layers: global_()(layers, 0.001), r"leaves every one of 2 layers one unit and its floor, got 0.001"),
         (
             lambda layers: by_sensitivity(lambda view: -magnitude(view))(layers, 0.5),

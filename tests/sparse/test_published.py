@@ -251,6 +251,19 @@ def test_what_is_refused(case):
         make()
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        sp.DropGrow(lambda view: view.weight.abs().mean(), sp.random, 1, sp.constant(0.5)),
+        sp.Resize(lambda view: view.weight.abs().mean(), sp.constant(0.25), 1, 9),
+    ],
+    ids=["drop", "keep"],
+)
+def test_a_score_that_is_not_one_number_a_unit(method):
+    with pytest.raises(ValueError, match=r"0: expected a score for each of \(1, 8\) units, got \(\). Bring entries"):
+        Line(method, 0.5, RISING).step()
+
+
 def test_recovery_in_three_stages():
     """3 steps as it is, then one unit of eight every 2 steps, all of them from step 8."""
     line = Line(sp.recovery(0.25, fine_tune=3, every=2, until=8, regrow=0.125), 0.25, RISING)

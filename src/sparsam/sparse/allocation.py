@@ -11,9 +11,11 @@ from sparsam.sparse.scores import (
     Score,
     accumulates,
     accumulators_of,
+    check_functions,
     magnitude,
     needs_gradient,
     reads_gradient,
+    scored,
     taylor,
 )
 from sparsam.sparse.views import LayerView
@@ -51,13 +53,14 @@ def by_sensitivity(score: Score = taylor, power: float = 0.5, floor: float = 0.1
         power: 0 is uniform, 1 follows the score.
         floor: least density of a layer, as a share of the total density, in [0, 1].
     """
+    check_functions(score=score)
     _checked_floor(floor)
 
     def allocation(views: Mapping[str, LayerView], density: float) -> dict[str, float]:
         _checked(density)
         raw = {}
         for name, view in views.items():
-            mean = float(score(view)[view.topology].mean())
+            mean = float(scored(score, view)[view.topology].mean())
             if not (math.isfinite(mean) and mean >= 0):
                 raise ValueError(
                     f"{name}: expected a mean score >= 0 to share density out by, got {mean}. Use a score that "
@@ -82,6 +85,7 @@ def global_(score: Score = magnitude, floor: float = 0.1) -> Allocation:
     Source: of the idea, Han et al. 2015, arXiv:1506.02626; of the trap that the floor closes, layer collapse, Tanaka
     et al. 2020, arXiv:2006.05467.
     """
+    check_functions(score=score)
     _checked_floor(floor)
 
     def allocation(views: Mapping[str, LayerView], density: float) -> dict[str, float]:
@@ -91,7 +95,9 @@ def global_(score: Score = magnitude, floor: float = 0.1) -> Allocation:
         scores, sizes, owners = [], [], []
         for position, (name, view) in enumerate(views.items()):
             size = view.weights / view.units
-            found = torch.nan_to_num(score(view).masked_fill(~view.topology, -torch.inf), nan=-torch.inf).flatten()
+            found = torch.nan_to_num(
+                scored(score, view).masked_fill(~view.topology, -torch.inf), nan=-torch.inf
+            ).flatten()
             kept[name] = min(max(1, round(floor * density * view.units)), view.active_units)
             budget -= kept[name] * size
             # the best of the layer are kept whatever others have: only the rest competes

@@ -16,10 +16,10 @@ import torch
 from sparsam.schedules import Schedule
 from sparsam.sparse.allocation import Allocation, share_out, uniform
 from sparsam.sparse.patterns import Pattern, Unstructured
-from sparsam.sparse.scores import Accumulator, Score, accumulators_of, random, reads_gradient
+from sparsam.sparse.scores import Accumulator, Score, accumulators_of, check_functions, random, reads_gradient, scored
 from sparsam.sparse.views import LayerView
 
-__all__ = ["DropGrow", "Method", "Resize", "Then", "check_functions", "check_method", "drop_grow", "resize"]
+__all__ = ["DropGrow", "Method", "Resize", "Then", "check_method", "drop_grow", "resize"]
 
 _ANY = Unstructured()
 
@@ -83,8 +83,8 @@ class DropGrow(Method):
         return {
             name: drop_grow(
                 view.topology,
-                self.drop(view),
-                self.grow(view),
+                scored(self.drop, view),
+                scored(self.grow, view),
                 fraction,
                 view.random("drop"),
                 view.random("grow"),
@@ -202,18 +202,6 @@ def check_method(method: object) -> None:
         raise ValueError(f"method: expected a Method such as rigl(every=100), got {came}.")
 
 
-def check_functions(**given: object) -> None:
-    """Refuses a number or a name where a function is meant: updates come late, and errors should not.
-
-    Raises:
-        ValueError: names the argument.
-    """
-    for what, one in given.items():
-        if not callable(one):
-            advice = "Write constant(...)" if what in ("fraction", "density") else "Pass the function itself"
-            raise ValueError(f"{what}: expected a function, got {one!r}. {advice}.")
-
-
 def drop_grow(
     active: torch.Tensor,
     drop_scores: torch.Tensor,
@@ -271,8 +259,8 @@ def resize(view: LayerView, count: int, keep: Score, grow: Score) -> torch.Tenso
     """
     active = view.topology
     if count > view.active_units:
-        return _filled(view.pattern, active, grow(view), count, view.random("grow"))
-    return view.pattern.choose(keep(view).masked_fill(~active, -torch.inf), count, view.random("drop") + active)
+        return _filled(view.pattern, active, scored(grow, view), count, view.random("grow"))
+    return view.pattern.choose(scored(keep, view).masked_fill(~active, -torch.inf), count, view.random("drop") + active)
 
 
 def _filled(pattern: Pattern, kept: torch.Tensor, scores: torch.Tensor, count: int, ties: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ __all__ = [
     "Score",
     "accumulates",
     "accumulators_of",
+    "check_functions",
     "fisher",
     "gradient",
     "magnitude",
@@ -27,6 +28,7 @@ __all__ = [
     "needs_gradient",
     "random",
     "reads_gradient",
+    "scored",
     "taylor",
 ]
 
@@ -77,6 +79,33 @@ def accumulators_of(score: object) -> tuple[Accumulator, ...]:
     """What a score, or an allocation by one, declares that it gathers."""
     found: tuple[Accumulator, ...] = getattr(score, "accumulators", ())
     return found
+
+
+def check_functions(**given: object) -> None:
+    """Refuses a number or a name where a function is meant: updates come late, and errors should not.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    for what, one in given.items():
+        if not callable(one):
+            advice = "Write constant(...)" if what in ("fraction", "density") else "Pass the function itself"
+            raise ValueError(f"{what}: expected a function, got {one!r}. {advice}.")
+
+
+def scored(score: Score, view: LayerView) -> torch.Tensor:
+    """What a score says of a layer, for whoever is given one.
+
+    Raises:
+        ValueError: it is not one number for each unit.
+    """
+    found = score(view)
+    if found.shape != view.topology.shape:
+        raise ValueError(
+            f"{view.name}: expected a score for each of {tuple(view.topology.shape)} units, got {tuple(found.shape)}. "
+            "Bring entries to units with view.reduce(...)."
+        )
+    return found.float()
 
 
 def magnitude(view: LayerView) -> torch.Tensor:
