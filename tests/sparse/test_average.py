@@ -120,6 +120,17 @@ def test_in_half_precision_small_steps_add_up(pattern, storage, dtype, tmp_path)
         assert bias.float().mean() == pytest.approx(1 - 0.999**1000, abs=0.01)
 
 
+def test_a_state_stays_what_it_was():
+    _, average, session = training(sp.Unstructured(), "masked")
+    run(session, 1)
+    state = session.state_dict()
+    before = copy.deepcopy(state)
+    run(session, 1)
+    session.load_state_dict(state | {"parts": [session.state_dict()["parts"][0], state["parts"][1]]})
+    for name, tensor in average.model.state_dict().items():
+        assert torch.equal(tensor, before["parts"][1]["model"][name])
+
+
 def test_a_skipped_step_is_no_step():
     _, average, session = training(*STORAGES[0])
     before = dense(average.model)

@@ -66,7 +66,7 @@ class MovingAverage(Part):
     def state_dict(self) -> dict[str, Any]:
         narrow = {name for name, average in self.model.named_parameters() if average.dtype != self._wide[name].dtype}
         wide = {name: self._wide[name].clone() for name in narrow}
-        return {"decay": self.decay, "model": self.model.state_dict(), "wide": wide}
+        return {"decay": self.decay, "model": copy.deepcopy(self.model.state_dict()), "wide": wide}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.decay = float(state["decay"])
