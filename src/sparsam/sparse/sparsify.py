@@ -59,7 +59,8 @@ def sparsify(
         storage: "compact" keeps active blocks only, "masked" keeps the dense tensor and its zeros, "auto" is compact
             for blocks and masked for other patterns. Blocks of what has no compact storage (convolutions, attention,
             recurrent layers, subclasses of nn.Linear) stay dense under "auto": masked ones would save no time.
-        sparse_fan_in: for untrained weights: multiply by density^-0.5, which keeps the outputs' variance.
+        sparse_fan_in: for untrained weights: those that stay are scaled to the norm that all of them had, which keeps
+            the outputs' variance. For random ones that is density^-0.5; the largest of single weights need less.
         headroom: share of further slots in compact storage, for methods that move density between layers.
         profile: a measured device profile; needs `tokens`.
         tokens: rows of a layer's input in one forward pass.
@@ -226,6 +227,7 @@ def _apply(
 ) -> None:
     assert candidate.topology is not None
     module, old = candidate.module, candidate.weight
+    norm = torch.linalg.vector_norm(old.detach().float())  # before zeros are put into it
     if candidate.storage == "masked":
         add_topology(module, candidate.weight_name, candidate.topology, pattern)
         stored: nn.Parameter = old
@@ -242,7 +244,8 @@ def _apply(
         stored = sparse.values
     if sparse_fan_in:
         with torch.no_grad():
-            stored.mul_(candidate.density**-0.5)
+            left = torch.linalg.vector_norm(stored.float())
+            stored.mul_(torch.where(left > 0, norm / left, 1.0))
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
