@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 
 import torch
 
@@ -20,14 +21,14 @@ from sparsam.sparse.scores import (
 )
 from sparsam.sparse.views import LayerView
 
-__all__ = ["Allocation", "by_sensitivity", "erdos_renyi", "global_", "share_out", "uniform"]
+__all__ = ["Allocation", "by_sensitivity", "check_density", "erdos_renyi", "global_", "share_out", "uniform"]
 
 Allocation = Callable[[Mapping[str, LayerView], float], dict[str, float]]
 
 
 def uniform(views: Mapping[str, LayerView], density: float) -> dict[str, float]:
     """The same density everywhere."""
-    return dict.fromkeys(views, _checked(density))
+    return dict.fromkeys(views, check_density(density))
 
 
 def erdos_renyi(views: Mapping[str, LayerView], density: float) -> dict[str, float]:
@@ -42,7 +43,7 @@ def erdos_renyi(views: Mapping[str, LayerView], density: float) -> dict[str, flo
     Source: Evci et al. 2020, arXiv:1911.11134, section 3; Mocanu et al. 2018, arXiv:1707.04780.
     """
     raw = {name: sum(view.shape) / view.weights for name, view in views.items()}
-    return _in_proportion(raw, views, _checked(density))
+    return _in_proportion(raw, views, check_density(density))
 
 
 def by_sensitivity(score: Score = taylor, power: float = 0.5, floor: float = 0.1) -> Allocation:
@@ -57,7 +58,7 @@ def by_sensitivity(score: Score = taylor, power: float = 0.5, floor: float = 0.1
     _checked_floor(floor)
 
     def allocation(views: Mapping[str, LayerView], density: float) -> dict[str, float]:
-        _checked(density)
+        check_density(density)
         raw = {}
         for name, view in views.items():
             mean = float(scored(score, view)[view.topology].mean())
@@ -89,7 +90,7 @@ def global_(score: Score = magnitude, floor: float = 0.1) -> Allocation:
     _checked_floor(floor)
 
     def allocation(views: Mapping[str, LayerView], density: float) -> dict[str, float]:
-        _checked(density)
+        check_density(density)
         budget = density * sum(view.weights for view in views.values())
         kept: dict[str, int] = {}
         scores, sizes, owners = [], [], []
@@ -120,13 +121,27 @@ def global_(score: Score = magnitude, floor: float = 0.1) -> Allocation:
     return _needs_what(score, allocation)
 
 
+def check_density(density: object, what: str = "density") -> float:
+    """The density, if it is one.
+
+    Raises:
+        ValueError: it is no share of active units in (0, 1].
+    """
+    if not (isinstance(density, Real) and 0.0 < float(density) <= 1.0):
+        raise ValueError(
+            f"{what}: expected a share of active units in (0, 1], got {density!r}. Sparsity is 1 - density."
+        )
+    return float(density)
+
+
 def share_out(allocation: Allocation, views: Mapping[str, LayerView], density: float) -> dict[str, float]:
     """What an allocation says, for whoever is given one.
 
     Raises:
         ValueError: it is none, or says nothing about a layer.
     """
-    shares = allocation(views, density) if callable(allocation) else None
+    makers: tuple[object, ...] = (by_sensitivity, global_)  # called with views they would take them for a score
+    shares = allocation(views, density) if callable(allocation) and allocation not in makers else None
     if not isinstance(shares, Mapping) or views.keys() - shares.keys():
         came = f"the function {allocation.__name__}" if hasattr(allocation, "__name__") else repr(allocation)
         raise ValueError(
@@ -164,14 +179,6 @@ def _in_proportion(
         excess = sum((shares[name] - 1.0) * sizes[name] for name in over)
         lack = sum((floor - shares[name]) * sizes[name] for name in under)
         fixed |= over if excess >= lack else under
-
-
-def _checked(density: float) -> float:
-    if not 0.0 < density <= 1.0:
-        raise ValueError(
-            f"density: expected a share of active units in (0, 1], got {density}. Sparsity is 1 - density."
-        )
-    return density
 
 
 def _checked_floor(floor: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Literal, Protocol
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from sparsam.select import select
-from sparsam.sparse.allocation import Allocation, share_out
+from sparsam.sparse.allocation import Allocation, check_density, share_out
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
 from sparsam.sparse.masked import maskable, masked_weights, reparametrised
 from sparsam.sparse.patterns import Block, Pattern, Unstructured
@@ -77,10 +76,7 @@ class Options:
             raise ValueError(
                 "tokens: a profile was given without the number of rows it should time. Pass tokens=batch * length."
             )
-        if not (isinstance(density, Real) and 0.0 < density <= 1.0):
-            raise ValueError(
-                f"density: expected a share of active units in (0, 1], got {density!r}. Sparsity is 1 - density."
-            )
+        check_density(density)
 
 
 @dataclass

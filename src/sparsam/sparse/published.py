@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from sparsam.schedules import Schedule, constant, cosine, cubic, stages
-from sparsam.sparse.allocation import Allocation, global_, uniform
+from sparsam.sparse.allocation import Allocation, check_density, global_, uniform
 from sparsam.sparse.methods import DropGrow, Method, Resize, Then
 from sparsam.sparse.scores import fisher, gradient, magnitude, random, taylor
 from sparsam.sparse.views import LayerView
@@ -67,8 +67,8 @@ def gmp(
     Source: Zhu and Gupta 2017, arXiv:1710.01878. Differs: updates fall on multiples of `every`, not on
     `begin` plus them.
     """
-    _share("density", density)
-    _share("initial", initial)
+    check_density(density)
+    check_density(initial, "initial")
     curve = cubic(initial, density, steps=max(1, until - begin), begin=begin)
     return Resize(magnitude, curve, every, until, begin, allocation)
 
@@ -123,7 +123,7 @@ def taylor_pruning(
     Source: Molchanov et al. 2017, arXiv:1611.06440 (first order); LeCun et al. 1990, Optimal Brain Damage (second).
     Differs: first order scores weights by the gradient of one window, the paper feature maps by a mean over many.
     """
-    _share("density", density)
+    check_density(density)
     if not 0.0 < worst < 1.0:
         raise ValueError(f"worst: expected a share in (0, 1), got {worst}.")
     if order not in (1, 2):
@@ -162,7 +162,7 @@ def ac_dc(
     Source: Peste et al. 2021, arXiv:2106.12379, Alg. 1. Differs: the authors' runs set all momentum to zero when
     a dense phase begins, here that of the weights that come back; `global_` leaves each layer a floor.
     """
-    _share("density", density)
+    check_density(density)
     for what, steps in (("dense_steps", dense_steps), ("sparse_steps", sparse_steps)):
         if steps < 1:
             raise ValueError(f"{what}: expected at least 1 step, got {steps}.")
@@ -194,11 +194,6 @@ def sr_ste(decay: float = 2e-4, every: int = 1, until: int | None = None) -> Met
     zero, where the paper starts from the dense weights.
     """
     return _StraightThrough(decay, every, until)
-
-
-def _share(what: str, value: float) -> None:
-    if not 0.0 < value <= 1.0:
-        raise ValueError(f"{what}: expected a share of active units in (0, 1], got {value}.")
 
 
 def _annealed(fraction: float, until: int | None, begin: int = 0) -> Schedule:
