@@ -90,6 +90,15 @@ def test_state_of_another_shape_is_refused():
         moments(optimizer, parameter)
 
 
+def test_what_was_loaded_follows_the_moments_to_their_device():
+    """A checkpoint is read to the CPU; meta stands in for a GPU."""
+    kept, units = RetainedMoments(), torch.ones(3, dtype=torch.bool, device="meta")
+    kept.load_state_dict({"a": {"exp_avg": torch.zeros(3)}, "b": {"exp_avg": torch.zeros(3)}})
+    kept.give_back("a", {"exp_avg": torch.zeros(3, device="meta")}, units)
+    kept.put_aside("b", {"exp_avg": torch.zeros(3, device="meta")}, units)
+    assert kept.state_dict()["b"]["exp_avg"].is_meta
+
+
 def test_what_was_put_aside_is_given_back_and_nothing_else():
     retained = RetainedMoments()
     moments = {"exp_avg": torch.tensor([1.0, 2.0, 3.0])}

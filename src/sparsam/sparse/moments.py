@@ -111,15 +111,16 @@ class RetainedMoments:
         """Keeps the moments of dropped entries (bool of their shape)."""
         kept = self._kept.setdefault(layer, {})
         for key, value in moments.items():
-            if key not in kept:
-                kept[key] = torch.full_like(value, torch.nan)  # NaN: this entry was never dropped
-            kept[key].copy_(torch.where(dropped, value, kept[key]))
+            # NaN: this entry was never dropped
+            known = kept[key].to(value.device) if key in kept else torch.full_like(value, torch.nan)
+            kept[key] = torch.where(dropped, value, known)
 
     def give_back(self, layer: str, moments: Mapping[str, torch.Tensor], grown: torch.Tensor) -> None:
         """Writes what was kept of grown entries (bool of their shape) into the moments."""
         for key, value in moments.items():
             kept = self._kept.get(layer, {}).get(key)
             if kept is not None:
+                kept = kept.to(value.device)  # what was loaded lies on the CPU
                 value.copy_(torch.where(grown & ~kept.isnan(), kept, value))
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
