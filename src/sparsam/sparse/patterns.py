@@ -103,7 +103,8 @@ class NM(Pattern):
     """At most n active weights in every group of m neighbours along the input, n:m for short.
 
     At density n / m every group holds exactly n. A last group that is shorter than m holds at most n too. At density 1
-    nothing is left out: where methods that alternate with dense phases begin.
+    nothing is left out: where methods that alternate with dense phases begin. At density n / m every layer has to have
+    the same share, so give ac_dc, granet and taylor_pruning allocation=uniform there.
 
     Args:
         n: active weights in a group, 1 <= n <= m.
