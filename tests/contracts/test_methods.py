@@ -109,7 +109,6 @@ METHODS = {
         start=None,
         ends_at=12,
         chance=False,
-        storages=UNITS,
     ),
     "sr-ste": Case(lambda density: sp.sr_ste(every=1), chance=False, storages=MASKED),
     "movement": Case(

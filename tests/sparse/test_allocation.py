@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import hypothesis
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from sparsam import (
+    NM,
     LayerView,
     Unstructured,
     by_sensitivity,
@@ -175,3 +177,18 @@ def test_what_an_allocation_needs_is_what_its_score_needs():
 def test_what_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make(views({"a": (2, 50), "b": (10, 10)}))
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("density", [0.5, 0.3])
+def test_no_layer_is_given_more_than_its_pattern_allows(kind, density):
+    """Half of n:m is all that 2:4 can hold, however much better one layer's weights score."""
+    layers = {
+        name: dataclasses.replace(one, pattern=NM(2, 4))
+        for name, one in views({"a": (8, 16), "b": (16, 8)}, a=torch.full((8, 16), 9.0)).items()
+    }
+    found = EVERY[kind](layers, density)
+    assert total(layers, found) == pytest.approx(density, abs=1e-2)
+    for name, one in layers.items():
+        count = one.pattern.count(one.units, found[name])
+        one.pattern.choose(torch.rand(one.topology.shape), count, torch.rand(one.topology.shape))

@@ -123,6 +123,13 @@ def test_units_of_infinite_score_are_always_chosen():
     assert chosen(NM(2, 4), scores, 4) == [[1, 0, 1, 0, 1, 0, 1, 0]]
 
 
+def test_how_many_may_be_active_together():
+    assert NM(2, 4).most((3, 8)) == 12
+    assert NM(2, 4).most((3, 9)) == 15  # a short group of one
+    assert NM(2, 4).most((3, 11)) == 18
+    assert Unstructured().most((3, 9)) == 27
+
+
 def test_counts_are_the_nearest_and_never_none():
     assert [Unstructured().count(10, density) for density in (0.0, 0.01, 0.24, 0.26, 1.0)] == [1, 1, 2, 3, 10]
 

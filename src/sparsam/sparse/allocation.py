@@ -102,7 +102,8 @@ def global_(score: Score = magnitude, floor: float = 0.1) -> Allocation:
             kept[name] = min(max(1, round(floor * density * view.units)), view.active_units)
             budget -= kept[name] * size
             # the best of the layer are kept whatever others have: only the rest competes
-            rest = found.sort(descending=True).values[kept[name] : view.active_units]
+            most = min(view.active_units, round(_most(view, density) * view.units))
+            rest = found.sort(descending=True).values[kept[name] : most]
             scores.append(rest)
             sizes.append(torch.full_like(rest, size, dtype=torch.float64))
             owners.append(torch.full_like(rest, position, dtype=torch.int64))
@@ -160,8 +161,10 @@ def _needs_what(score: Score, allocation: Allocation) -> Allocation:
 def _in_proportion(
     raw: Mapping[str, float], views: Mapping[str, LayerView], density: float, floor: float = 0.0
 ) -> dict[str, float]:
-    """Densities proportional to `raw` inside [floor, 1] that meet the total; what hits a bound is fixed there."""
+    """Densities proportional to `raw`, at least `floor` and at most what a pattern allows, that meet the total; what
+    hits a bound is fixed there."""
     sizes = {name: view.weights for name, view in views.items()}
+    most = {name: _most(view, density) for name, view in views.items()}
     fixed: dict[str, float] = {}
     while True:
         free = [name for name in views if name not in fixed]
@@ -171,14 +174,22 @@ def _in_proportion(
         weight = sum(raw[name] * sizes[name] for name in free)
         even = budget / sum(sizes[name] for name in free)
         shares = {name: budget * raw[name] / weight if weight > 0 else even for name in free}
-        over = {name: 1.0 for name in free if shares[name] > 1.0}
+        over = {name: most[name] for name in free if shares[name] > most[name]}
         under = {name: floor for name in free if shares[name] < floor}
         if not over and not under:
             return {name: fixed[name] if name in fixed else shares[name] for name in views}
         # one side at a time, the one that is further off in weights, or a bound could be fixed that is not reached
-        excess = sum((shares[name] - 1.0) * sizes[name] for name in over)
+        excess = sum((shares[name] - most[name]) * sizes[name] for name in over)
         lack = sum((floor - shares[name]) * sizes[name] for name in under)
         fixed |= over if excess >= lack else under
+
+
+def _most(view: LayerView, density: float) -> float:
+    """The largest density that a layer can have while all together have `density`."""
+    rows, cols = view.topology.shape
+    most = view.pattern.most((rows, cols)) / view.units
+    # above it only all units are possible, which the pattern itself decides
+    return most if density <= most else 1.0
 
 
 def _checked_floor(floor: float) -> None:

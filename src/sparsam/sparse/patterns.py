@@ -31,6 +31,10 @@ class Pattern(ABC):
         ordered by `ties`. Units of score +inf are always among them."""
         return top_k(scores, count, ties)
 
+    def most(self, grid: tuple[int, int]) -> int:
+        """How many units of a grid may be active together, all of them aside."""
+        return grid[0] * grid[1]
+
     def count(self, units: int, density: float) -> int:
         """How many of so many units are active at a density: the nearest number, but never none."""
         return max(1, round(density * units))
@@ -103,8 +107,7 @@ class NM(Pattern):
     """At most n active weights in every group of m neighbours along the input, n:m for short.
 
     At density n / m every group holds exactly n. A last group that is shorter than m holds at most n too. At density 1
-    nothing is left out: where methods that alternate with dense phases begin. At density n / m every layer has to have
-    the same share, so give ac_dc, granet and taylor_pruning allocation=uniform there.
+    nothing is left out: where methods that alternate with dense phases begin.
 
     Args:
         n: active weights in a group, 1 <= n <= m.
@@ -129,16 +132,21 @@ class NM(Pattern):
     def expand(self, units: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
         return units
 
+    def most(self, grid: tuple[int, int]) -> int:
+        groups, rest = divmod(grid[1], self.m)
+        return grid[0] * (groups * self.n + min(self.n, rest))
+
     def choose(self, scores: torch.Tensor, count: int, ties: torch.Tensor) -> torch.Tensor:
         if count == scores.numel():
             return torch.ones_like(scores, dtype=torch.bool)
-        allowed = self._best_of_groups(scores, ties)
-        most = int(allowed.sum())
+        rows, size = scores.shape
+        most = self.most((rows, size))
         if count > most:
             raise ValueError(
                 f"{self}: expected at most {most} active units of {scores.numel()} (density {self.n / self.m:g}) or "
-                f"all of them, got {count}. Lower the density to {self.n / self.m:g}, and let allocation be uniform."
+                f"all of them, got {count}. Lower the density to {self.n / self.m:g}."
             )
+        allowed = self._best_of_groups(scores, ties)
         return top_k(scores.masked_fill(~allowed, -torch.inf), count, ties + allowed)
 
     def _best_of_groups(self, scores: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
