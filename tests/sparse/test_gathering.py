@@ -75,7 +75,7 @@ def test_a_grown_unit_has_gathered_nothing(storage):
         before = {name: weight.topology.clone() for name, weight in part._weights.items()}
         step(model, session)
     for name, weight in part._weights.items():
-        grid = weight.reduce(part._accumulators[name]["movement"].abs())
+        grid = weight.reduce(part._gathering.totals[name]["movement"].abs())
         grown, kept = weight.topology & ~before[name], weight.topology & before[name]
         assert grown.any()
         assert not grid[grown].any()
@@ -86,9 +86,9 @@ def test_a_gradient_that_is_not_finite_adds_nothing():
     gathered = sp.Accumulator("sum", lambda total, weight, gradient: total.add_(gradient))
     model, session = training(seen_by(gathered), clip=1.0)
     step(model, session)
-    before = session.parts[0]._accumulators["0"]["sum"].clone()
+    before = session.parts[0]._gathering.totals["0"]["sum"].clone()
     assert not step(model, session, scale=float("inf"))
-    assert torch.equal(session.parts[0]._accumulators["0"]["sum"], before)
+    assert torch.equal(session.parts[0]._gathering.totals["0"]["sum"], before)
 
 
 def test_nothing_is_gathered_that_the_optimiser_keeps():
@@ -97,7 +97,7 @@ def test_nothing_is_gathered_that_the_optimiser_keeps():
     for optimizer, kept in ((adam, False), (None, True)):
         model, session = training(method, density=1.0, optimizer=optimizer)
         step(model, session)
-        assert bool(session.parts[0]._accumulators["0"]) == kept
+        assert bool(session.parts[0]._gathering.totals["0"]) == kept
         for _ in range(5):
             step(model, session)
 
@@ -178,13 +178,13 @@ def test_weights_behind_zeros_are_not_seen_in_the_model():
         step(model, session)
         for layer in (model[0], model[2], average.model[0], average.model[2]):
             assert not layer.weight[~layer.weight_topology].any()
-    assert session.parts[0]._hidden["0"][~model[0].weight_topology].any()
+    assert session.parts[0]._hidden.weights["0"][~model[0].weight_topology].any()
 
 
 def test_weights_behind_zeros_survive_a_step_that_was_not_prepared():
     """after_step without before_step, as when a step of others was skipped: nothing was uncovered, nothing is taken."""
     model, session = training(sp.sr_ste(), pattern=sp.NM(2, 4))
     step(model, session)
-    hidden = session.parts[0]._hidden["0"].clone()
+    hidden = session.parts[0]._hidden.weights["0"].clone()
     session.after_step(applied=False)
-    assert torch.equal(session.parts[0]._hidden["0"], hidden)
+    assert torch.equal(session.parts[0]._hidden.weights["0"], hidden)

@@ -388,7 +388,7 @@ class TestUncovered:
         part = session.parts[0]
         step(model, session, X, Y)
         weight = part._weights["0"]
-        part._hidden["0"][~weight.active] = torch.tensor([torch.nan, 9.0]).repeat(12)
+        part._hidden.weights["0"][~weight.active] = torch.tensor([torch.nan, 9.0]).repeat(12)
         step(model, session, X, Y)
         assert not weight.parameter[~weight.active].any()
 
@@ -431,7 +431,7 @@ class TestFrozen:
         step(model, session, X, Y)
         model[0].weight.requires_grad_(True)
         step(model, session, X, Y)
-        hidden = session.parts[0]._hidden["0"]
+        hidden = session.parts[0]._hidden.weights["0"]
         assert hidden[~model[0].weight_topology].any()
 
 

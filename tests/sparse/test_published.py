@@ -166,7 +166,7 @@ def test_sr_ste_by_hand():
     """Zhou et al., eq. 9: behind the zeros w - lr (g + decay w); in front w - lr g; then the best of each group."""
     line = Line(sp.sr_ste(decay=0.5), 0.5, [1.0, 2.0, 3.0, 4.0, 8.0, 7.0, 6.0, 5.0], pattern=sp.NM(2, 4))
     assert line.weight == [0, 0, 3, 4, 8, 7, 0, 0]
-    hidden = line.session.parts[0]._hidden["0"]
+    hidden = line.session.parts[0]._hidden.weights["0"]
     assert hidden.tolist() == [[0, 0, 3, 4, 8, 7, 0, 0]]  # what sparsify dropped is gone
     assert line.step([-2.0, 0, 0, 1, 0, 0, 0, -4]) == [0, 0, 1, 1, 1, 1, 0, 0]
     assert hidden.tolist() == [[2, 0, 3, 3, 8, 7, 0, 4]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -13,13 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from sparsam.session import Part, Rewire, Session
+from sparsam.sparse.agreement import broadcast_topology, compare_ranks, ranks, topology_hash
+from sparsam.sparse.gathering import Gathering
+from sparsam.sparse.hidden import HiddenWeights
 from sparsam.sparse.methods import Method, check_method
 from sparsam.sparse.moments import RetainedMoments, check_optimizer, moments, reset_moments
-from sparsam.sparse.scores import Accumulator
 from sparsam.sparse.views import LayerView
 from sparsam.sparse.weights import SparseWeight, sparse_weights
 
-__all__ = ["SparseTraining", "topology_hash"]
+__all__ = ["SparseTraining"]
 
 
 class SparseTraining(Part):
@@ -58,10 +59,8 @@ class SparseTraining(Part):
         self._foreign_loop = True
         self._growth: dict[str, torch.Tensor | None] = {}
         self._ever_active: dict[str, torch.Tensor] = {}
-        self._gathers: dict[str, Accumulator] = {}
-        self._accumulators: dict[str, dict[str, torch.Tensor]] = {}
-        self._hidden: dict[str, torch.Tensor] = {}
-        self._uncovered = False
+        self._gathering = Gathering(method.accumulators)
+        self._hidden = HiddenWeights(method.hidden_decay)
         self._retained = RetainedMoments() if keep_moments else None
 
     def attach(self, session: Session) -> None:
@@ -90,16 +89,11 @@ class SparseTraining(Part):
         self._weights = weights
         self._held = {name: weight.parameter for name, weight in weights.items()}
         for weight in weights.values():
-            if _ranks() > 1:
-                # weights came from rank 0 when the model was wrapped, and so must their addresses
-                for buffer in weight.buffers:
-                    _broadcast(buffer)
-                weight.buffers_changed()
+            if ranks() > 1:
+                broadcast_topology(weight)
             weight.hold(True)
             weight.keep_zeros()
         self._ever_active = {name: weight.topology.clone() for name, weight in weights.items()}
-        # two scores may gather the same
-        self._gathers = {accumulator.name: accumulator for accumulator in self.method.accumulators}
         self._keep_for_trained()
         self._open_ahead()
 
@@ -107,7 +101,7 @@ class SparseTraining(Part):
     def forward(self) -> Iterator[None]:
         self._foreign_loop = False
         if self._collects:
-            several = _ranks() > 1 or self.session.accumulate > 1
+            several = ranks() > 1 or self.session.accumulate > 1
             for weight in self._trained():
                 exact = several or weight.shared
                 weight.open_probe(dense=self.growth == "dense" or (self.growth == "auto" and exact))
@@ -125,28 +119,26 @@ class SparseTraining(Part):
         if self._collects:
             for weight in self._trained():
                 self._growth[weight.name] = _growth_scores(weight, weight.close_probe(), self.session.divisor)
-        self._gather()
-        for weight in self._weights.values():
-            if weight.name in self._hidden:
-                self._uncover(weight)
+        for name, weight in self._weights.items():
+            self._gathering.add(weight)
+            if name in self._hidden.weights:
+                self._hidden.uncover(weight)
             else:
                 weight.keep_gradient_zeros()
-        self._uncovered = bool(self._hidden)
 
     @torch.no_grad()
     def after_step(self, applied: bool) -> None:
-        if applied and self._hidden and not self._uncovered:
+        if applied and self._hidden.weights and not self._hidden.uncovered:
             raise ValueError(
                 "SparseTraining: expected before_step() before the optimiser's step: this method's weights behind "
                 "zeros have had none. Call session.before_step() when the gradients are there."
             )
-        for name, weight in self._weights.items():
-            if name in self._hidden and self._uncovered:
-                self._hidden[name].copy_(weight.parameter)
+        for weight in self._weights.values():
+            self._hidden.take_back(weight)
             weight.keep_zeros()
-        self._uncovered = False
+        self._hidden.uncovered = False
         if applied and self.session.applied_steps == 1:
-            self._drop_what_the_optimizer_keeps()
+            self._gathering.leave_to(self.session.optimizer, self._weights)
         if applied and self.method.due(self.session.applied_steps):
             self._update(self.session.applied_steps)
         self._growth.clear()
@@ -154,7 +146,7 @@ class SparseTraining(Part):
             self._open_ahead()
 
     def after_rewire(self, event: Rewire) -> None:
-        if event.layer not in self._weights or event.layer in self._hidden:
+        if event.layer not in self._weights or event.layer in self._hidden.weights:
             return  # weights behind zeros go on where they are, and so do their moments
         weight, optimizer = self._weights[event.layer], self.session.optimizer
         if self._retained is not None:
@@ -162,8 +154,7 @@ class SparseTraining(Part):
         reset_moments(optimizer, event.parameter, event.new_entries, weight.active)
         if self._retained is not None:
             self._retained.give_back(event.layer, moments(optimizer, event.parameter), _entries(weight, event.grown))
-        for total in self._accumulators.get(event.layer, {}).values():
-            total.masked_fill_(event.new_entries.expand_as(total), 0.0)
+        self._gathering.forget(event.layer, event.new_entries)
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -174,7 +165,7 @@ class SparseTraining(Part):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        if self._uncovered:
+        if self._hidden.uncovered:
             raise ValueError(
                 "SparseTraining: weights behind zeros are the optimiser's between before_step and after_step. "
                 "Save the model and the session after after_step()."
@@ -185,11 +176,8 @@ class SparseTraining(Part):
             "moved_share": self.moved_share,
             "topology": topology_hash(self._weights),
             "ever_active": {name: ever.clone() for name, ever in self._ever_active.items()},
-            "accumulators": {
-                layer: {name: total.clone() for name, total in kept.items()}
-                for layer, kept in self._accumulators.items()
-            },
-            "hidden": {name: hidden.clone() for name, hidden in self._hidden.items()},
+            "accumulators": self._gathering.state_dict(),
+            "hidden": self._hidden.state_dict(),
             "retained": {} if self._retained is None else self._retained.state_dict(),
         }
 
@@ -200,7 +188,8 @@ class SparseTraining(Part):
                 f"SparseTraining: expected a model with topology {state['topology']}, got {found}. "
                 "Load the model's state before the session's."
             )
-        keeps = {name for kept in state.get("accumulators", {}).values() for name in kept} - set(self._gathers)
+        keeps = {name for kept in state.get("accumulators", {}).values() for name in kept}
+        keeps -= set(self._gathering.accumulators)
         if state.get("hidden") and self.method.hidden_decay is None:
             keeps.add("weights behind zeros")
         if keeps:
@@ -212,11 +201,8 @@ class SparseTraining(Part):
         # states of 0.1 have counters only
         for name, ever in state.get("ever_active", {}).items():
             self._ever_active[name] = ever.clone().to(self._ever_active[name].device)
-        for layer, kept in state.get("accumulators", {}).items():
-            device = self._weights[layer].parameter.device
-            self._accumulators[layer] = {name: total.clone().to(device) for name, total in kept.items()}
-        for name, hidden in state.get("hidden", {}).items():
-            self._hidden[name].copy_(hidden)
+        self._gathering.load_state_dict(state.get("accumulators", {}), self._weights)
+        self._hidden.load_state_dict(state.get("hidden", {}))
         if self._retained is not None:
             self._retained.load_state_dict(state.get("retained", {}))
         self._open_ahead()
@@ -224,14 +210,14 @@ class SparseTraining(Part):
     def detach(self) -> None:
         for weight in self._weights.values():
             weight.close_probe()
-            if self._uncovered:  # a step that was broken off
+            if self._hidden.uncovered:  # a step that was broken off
                 weight.keep_zeros()
             weight.hold(False)
-        self._weights, self._held = {}, {}
-        for kept in (self._growth, self._ever_active, self._accumulators, self._hidden):
-            kept.clear()
         # where it is attached next, nothing of this model is known
-        self.updates, self.moved_share, self._foreign_loop, self._uncovered = 0, 0.0, True, False
+        self._weights, self._held, self._growth, self._ever_active = {}, {}, {}, {}
+        self.updates, self.moved_share, self._foreign_loop = 0, 0.0, True
+        self._gathering = Gathering(self.method.accumulators)
+        self._hidden = HiddenWeights(self.method.hidden_decay)
         if self._retained is not None:
             self._retained = RetainedMoments()
 
@@ -246,18 +232,10 @@ class SparseTraining(Part):
 
     def _keep_for_trained(self) -> None:
         """Begins what the method keeps per weight of each trained layer, of one that was frozen until now too."""
-        if not self._gathers and self.method.hidden_decay is None:
-            return
         for weight in self._trained():
-            if weight.name in self._accumulators or weight.name in self._hidden:
-                continue
             self._refuse_compact({weight.name: weight})
-            if self._gathers:
-                self._accumulators[weight.name] = {
-                    name: torch.zeros_like(weight.parameter, dtype=torch.float32) for name in self._gathers
-                }
-            if self.method.hidden_decay is not None:
-                self._hidden[weight.name] = weight.parameter.detach().clone()
+            self._gathering.begin(weight)
+            self._hidden.begin(weight)
 
     def _refuse_compact(self, weights: Mapping[str, SparseWeight]) -> None:
         reason = self.method.masked_only
@@ -269,34 +247,6 @@ class SparseTraining(Part):
                     f"{weight.name}: expected masked storage, got compact: {reason}. "
                     "Use sparsify(..., storage='masked')."
                 )
-
-    def _gather(self) -> None:
-        """Adds this step's gradients to what the scores gather."""
-        for layer, kept in self._accumulators.items():
-            parameter = self._weights[layer].parameter
-            if not kept or parameter.grad is None:
-                continue
-            gradient = parameter.grad.float()
-            # of a gradient that is not finite nothing can be learnt, and its step will be skipped
-            if bool(gradient.isfinite().all()):
-                for name, total in kept.items():
-                    self._gathers[name].update(total, parameter.detach(), gradient)
-
-    def _drop_what_the_optimizer_keeps(self) -> None:
-        """Gathers no longer what turned out to be among the optimiser's moments."""
-        for layer, kept in self._accumulators.items():
-            known = moments(self.session.optimizer, self._weights[layer].parameter)
-            for name, accumulator in self._gathers.items():
-                if accumulator.instead_of in known:
-                    kept.pop(name, None)
-
-    @torch.no_grad()
-    def _uncover(self, weight: SparseWeight) -> None:
-        """Lets the optimiser see the weights behind the zeros, with their pull to zero."""
-        parameter, hidden, behind = weight.parameter, self._hidden[weight.name], ~weight.active
-        parameter.copy_(torch.where(behind, hidden, parameter))
-        if parameter.grad is not None:
-            parameter.grad.add_(hidden * behind, alpha=self.method.hidden_decay or 0.0)
 
     def _open_ahead(self) -> None:
         """For a loop that never enters `forward`: probes for an update step that comes next."""
@@ -318,15 +268,14 @@ class SparseTraining(Part):
             active += int(topology.sum())
             self._ever_active[name] |= topology
             if event is not None:
-                if name in self._hidden:
-                    weight.parameter.copy_(self._hidden[name])
-                    weight.keep_zeros()
+                if name in self._hidden.weights:
+                    self._hidden.show_active(weight)
                 moved += int(event.grown.sum())
                 self.session.rewired(event)
         self.updates += 1
         self.moved_share = moved / max(active, 1)
-        if _ranks() > 1:
-            _compare_ranks(self._weights, step)
+        if ranks() > 1:
+            compare_ranks(self._weights, step)
 
     def _decided(self, views: Mapping[str, LayerView], step: int) -> Mapping[str, torch.Tensor]:
         """What the method wants, checked: it may be somebody's own."""
@@ -347,14 +296,14 @@ class SparseTraining(Part):
             shape=weight.shape,
             pattern=weight.pattern,
             topology=weight.topology.clone(),
-            weight=self._hidden.get(weight.name, weight.parameter.detach()),
+            weight=self._hidden.weights.get(weight.name, weight.parameter.detach()),
             gradient=None if gradient is None else gradient.detach(),
             moments=moments(self.session.optimizer, weight.parameter),
             reduce=weight.reduce,
             seed=self.session.seed,
             step=step,
             growth=self._growth.get(weight.name),
-            accumulators=self._accumulators.get(weight.name, {}),
+            accumulators=self._gathering.totals.get(weight.name, {}),
         )
 
 
@@ -368,46 +317,10 @@ def _growth_scores(weight: SparseWeight, collected: torch.Tensor | None, divisor
     if collected is None:
         return None
     if weight.probe_is_local:
-        if _ranks() > 1:
+        if ranks() > 1:
             # signed first, absolute after
             dist.all_reduce(collected)
-        collected = collected / (divisor * _ranks())
+        collected = collected / (divisor * ranks())
     if tuple(collected.shape) != weight.dense_shape:
         return collected
     return weight.pattern.reduce(collected.abs())
-
-
-def topology_hash(weights: Mapping[str, SparseWeight]) -> str:
-    """Short hash over the names and topologies of all layers."""
-    digest = hashlib.sha256()
-    for name, weight in weights.items():
-        digest.update(name.encode() + b"\0" + weight.topology.cpu().numpy().tobytes())
-    return digest.hexdigest()[:15]
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _broadcast(buffer: torch.Tensor) -> None:
-    """Overwrites a topology with rank 0's."""
-    sent = buffer.to(torch.int32) if buffer.dtype == torch.bool else buffer.clone()
-    dist.broadcast(sent, src=0)
-    buffer.copy_(sent)
-
-
-def _compare_ranks(weights: Mapping[str, SparseWeight], step: int) -> None:
-    """Stops all ranks when any layer's topology differs between them, naming the layer and the ranks."""
-    own = [int(topology_hash({name: weight}), 16) for name, weight in weights.items()]
-    device = next(iter(weights.values())).parameter.device
-    hashes = torch.tensor(own, dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(hashes) for _ in range(_ranks())]
-    dist.all_gather(gathered, hashes)
-    for position, name in enumerate(weights):
-        column = [int(one[position]) for one in gathered]
-        differing = [rank for rank, value in enumerate(column) if value != column[0]]
-        if differing:
-            raise RuntimeError(
-                f"{name}: expected the same topology on every rank after step {step}, but ranks {differing} differ "
-                "from rank 0. Give all ranks the same seed, weights and optimiser state, then resume from a checkpoint."
-            )

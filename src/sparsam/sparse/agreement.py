@@ -1,0 +1,56 @@
+"""One topology on every rank: taken from rank 0 at the start, compared after every rewire."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from sparsam.sparse.weights import SparseWeight
+
+__all__ = ["broadcast_topology", "compare_ranks", "ranks", "topology_hash"]
+
+
+def ranks() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def topology_hash(weights: Mapping[str, SparseWeight]) -> str:
+    """Short hash over the names and topologies of all layers."""
+    digest = hashlib.sha256()
+    for name, weight in weights.items():
+        digest.update(name.encode() + b"\0" + weight.topology.cpu().numpy().tobytes())
+    return digest.hexdigest()[:15]
+
+
+def broadcast_topology(weight: SparseWeight) -> None:
+    """Overwrites a topology with rank 0's, where the weights come from too when a model is wrapped."""
+    for buffer in weight.buffers:
+        sent = buffer.to(torch.int32) if buffer.dtype == torch.bool else buffer.clone()
+        dist.broadcast(sent, src=0)
+        buffer.copy_(sent)
+    weight.buffers_changed()
+
+
+def compare_ranks(weights: Mapping[str, SparseWeight], step: int) -> None:
+    """Stops all ranks when any layer's topology differs between them.
+
+    Raises:
+        RuntimeError: names the layer and the ranks.
+    """
+    own = [int(topology_hash({name: weight}), 16) for name, weight in weights.items()]
+    device = next(iter(weights.values())).parameter.device
+    hashes = torch.tensor(own, dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(hashes) for _ in range(ranks())]
+    dist.all_gather(gathered, hashes)
+    for position, name in enumerate(weights):
+        column = [int(one[position]) for one in gathered]
+        differing = [rank for rank, value in enumerate(column) if value != column[0]]
+        if differing:
+            raise RuntimeError(
+                f"{name}: expected the same topology on every rank after step {step}, but ranks {differing} differ "
+                "from rank 0. Give all ranks the same seed, weights and optimiser state, then resume from a checkpoint."
+            )
