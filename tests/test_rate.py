@@ -78,3 +78,8 @@ def test_detach_gives_the_optimiser_its_own_rates_back():
 def test_a_factor_must_be_positive():
     with pytest.raises(ValueError, match="factor: expected a factor of the learning rate > 0, got 0"):
         LearningRate(factor=0)
+
+
+def test_a_schedule_must_be_one():
+    with pytest.raises(ValueError, match=r"schedule: expected a function of the step, got 0.7. Write .*factor=0.7"):
+        LearningRate(0.7)

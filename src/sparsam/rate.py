@@ -20,6 +20,10 @@ class LearningRate(Part):
     """
 
     def __init__(self, schedule: Schedule | None = None, factor: float = 1.0) -> None:
+        if schedule is not None and not callable(schedule):
+            raise ValueError(
+                f"schedule: expected a function of the step, got {schedule!r}. Write LearningRate(factor={schedule!r})."
+            )
         if not factor > 0:
             raise ValueError(f"factor: expected a factor of the learning rate > 0, got {factor}.")
         self.schedule = schedule or constant(1.0)

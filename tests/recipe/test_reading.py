@@ -69,8 +69,8 @@ REFUSED = {
     ),
     "no such score": (
         "sparsity: {method: {type: resize, keep: tailor}}",
-        "r.yaml: sparsity.method.keep: expected magnitude or gradient or taylor or fisher or movement or momentum or "
-        "random, got 'tailor'; did you mean 'taylor'?",
+        "r.yaml: sparsity.method.keep: expected magnitude or mest or gradient or taylor or fisher or movement or "
+        "momentum or random, got 'tailor'; did you mean 'taylor'?",
     ),
     "no such allocation": (
         "sparsity: {allocation: globl}",

@@ -436,7 +436,7 @@ class TestFrozen:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("given", [sp.rigl, "rigl", [sp.rigl()], None, sp.constant(0.3)], ids=str)
+    @pytest.mark.parametrize("given", [sp.rigl, "rigl", [sp.rigl()], None, sp.constant(0.3)], ids=range(5))
     def test_what_is_no_method(self, given):
         with pytest.raises(ValueError, match=r"method: expected a Method such as rigl\(every=100\), got .*"):
             SparseTraining(given)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsam import Block, LayerView, fisher, gradient, magnitude, momentum, movement, random, sparsify, taylor
+from sparsam import Block, LayerView, fisher, gradient, magnitude, mest, momentum, movement, random, sparsify, taylor
 from sparsam.sparse.scores import accumulators_of
 from sparsam.sparse.weights import sparse_weights
 
@@ -77,6 +77,9 @@ def test_first_and_second_order_by_hand(storage):
     """|w g| and w^2 g^2 / 2, averaged over what lies inside a unit."""
     seen = view(storage, gradient=GRADIENT)
     assert taylor(seen).tolist() == [[(2 + 3 + 5 + 7) / 4, (0 + 0 + 14 + 0) / 4], [0.0, (4 + 0) / 2]]
+    weights, gradients = [[4.0, 3.0], [0.0, 4.0]], [[5 / 4, 7 / 4], [0.0, 1.5 / 2]]
+    expected = torch.tensor(weights) + 0.01 * torch.tensor(gradients)
+    torch.testing.assert_close(mest(seen)[seen.topology], expected[seen.topology])
     squares = GRADIENT.square()
     expected = [[(4 + 9 + 25 + 49) / 8, 14**2 / 8], [0.0, 16 / 4]]
     assert fisher(view(storage, moments={"exp_avg_sq": squares})).tolist() == expected
@@ -116,6 +119,8 @@ def test_movement_rewards_weights_that_grow():
 
 
 def test_scores_without_what_they_need_say_so():
+    with pytest.raises(ValueError, match=r"0: expected a gradient for the MEST score, got none.*or use magnitude"):
+        mest(view("masked"))
     with pytest.raises(ValueError, match=r"0: expected a gradient for the Taylor score, got none. Run a backward"):
         taylor(view("masked"))
     with pytest.raises(ValueError, match=r"0: expected squared gradients for the Fisher score, got none.*in a method"):

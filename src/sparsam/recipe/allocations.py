@@ -14,11 +14,12 @@ from sparsam.sparse.scores import Score
 
 __all__ = ["SCORES", "AnyAllocation", "BySensitivity", "Global", "ScoreName", "Shared"]
 
-ScoreName = Literal["magnitude", "gradient", "taylor", "fisher", "movement", "momentum", "random"]
-SizeName = Literal["magnitude", "gradient", "taylor", "fisher", "momentum"]
+ScoreName = Literal["magnitude", "mest", "gradient", "taylor", "fisher", "movement", "momentum", "random"]
+SizeName = Literal["magnitude", "mest", "gradient", "taylor", "fisher", "momentum"]
 SCORES: Mapping[str, Score] = {
     "magnitude": scores.magnitude,
     "gradient": scores.gradient,
+    "mest": scores.mest,
     "taylor": scores.taylor,
     "fisher": scores.fisher,
     "movement": scores.movement,

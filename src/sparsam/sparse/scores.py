@@ -23,6 +23,7 @@ __all__ = [
     "fisher",
     "gradient",
     "magnitude",
+    "mest",
     "momentum",
     "movement",
     "needs_gradient",
@@ -159,6 +160,22 @@ def taylor(view: LayerView) -> torch.Tensor:
             "loop of your own, call session.after_step() before zero_grad(); or use another score."
         )
     return view.reduce((view.weight.float() * view.gradient.float()).abs())
+
+
+def mest(view: LayerView) -> torch.Tensor:
+    """Mean |weight| + 0.01 |gradient| of each unit: small weights stay where the loss is about to move them.
+
+    Source: Yuan et al. 2021, arXiv:2110.14032 (MEST drops by it). Differs: their factor on the gradient falls.
+
+    Raises:
+        ValueError: there was no backward.
+    """
+    if view.gradient is None:
+        raise ValueError(
+            f"{view.name}: expected a gradient for the MEST score, got none. In a loop of your own, call "
+            "session.after_step() before zero_grad(); or use magnitude."
+        )
+    return view.reduce(view.weight.float().abs() + 0.01 * view.gradient.float().abs())
 
 
 @accumulates(
