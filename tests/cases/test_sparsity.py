@@ -345,6 +345,23 @@ def test_s9_compact_storage_never_parts_a_tie():
     assert model[0].weight is model[1].weight
 
 
+def four_epochs_of_103(session, last):
+    """Trains on 103 samples in batches of 8. After each micro-batch: the inactive entries as they were at step `last`
+    (until then, as they are), and as they are."""
+    data, frozen = torch.randn(103, 13), None
+    for _epoch in range(4):
+        batches = list(data.split(8))
+        for number, x in enumerate(batches, 1):
+            with session.forward():
+                loss = (session.model(x) - 1).square().mean()
+            session.backward(loss, samples=len(x))
+            session.step(last=number == len(batches))
+            now = inactive(session.model)
+            if session.applied_steps >= last:
+                frozen = frozen or now
+            yield frozen or now, now
+
+
 @every_storage
 @pytest.mark.parametrize("method", [sp.set_, sp.rigl])
 def test_s11_103_samples_in_batches_of_8_and_windows_of_3(pattern, storage, method):
@@ -352,20 +369,10 @@ def test_s11_103_samples_in_batches_of_8_and_windows_of_3(pattern, storage, meth
     model = mlp()
     table = sp.sparsify(model, pattern, 0.37, storage=storage)
     session = session_of(model, method(every=2, fraction=0.5, until=10), accumulate=3)
-    data = torch.randn(103, 13)
     counts = {row.name: row.active_units for row in table.rows}
-    frozen = None
-    for _epoch in range(4):
-        batches = list(data.split(8))
-        for number, x in enumerate(batches, 1):
-            with session.forward():
-                loss = (model(x) - 1).square().mean()
-            session.backward(loss, samples=len(x))
-            session.step(last=number == len(batches))
-            assert {name: int(weight.topology.sum()) for name, weight in sparse_weights(model).items()} == counts
-            if session.applied_steps >= 10:
-                frozen = frozen or inactive(model)
-                assert all(torch.equal(where, frozen[name]) for name, where in inactive(model).items())
+    for frozen, now in four_epochs_of_103(session, last=10):
+        assert {name: int(weight.topology.sum()) for name, weight in sparse_weights(model).items()} == counts
+        assert all(torch.equal(where, frozen[name]) for name, where in now.items())
     assert session.applied_steps == 20
     assert session.metrics()["topology_updates"] == 5
 
@@ -377,18 +384,8 @@ def test_s11_a_density_schedule_ends_exactly_and_on_time(storage, make):
     model = mlp()
     sp.sparsify(model, sp.Block(4, 4), 1.0, storage=storage)
     session = session_of(model, make(0.37, every=4, until=10, allocation=sp.uniform), accumulate=3)
-    data = torch.randn(103, 13)
-    frozen = None
-    for _epoch in range(4):
-        batches = list(data.split(8))
-        for number, x in enumerate(batches, 1):
-            with session.forward():
-                loss = (model(x) - 1).square().mean()
-            session.backward(loss, samples=len(x))
-            session.step(last=number == len(batches))
-            if session.applied_steps >= 10:
-                frozen = frozen or inactive(model)
-                assert all(torch.equal(where, frozen[name]) for name, where in inactive(model).items())
+    for frozen, now in four_epochs_of_103(session, last=10):
+        assert all(torch.equal(where, frozen[name]) for name, where in now.items())
     for weight in sparse_weights(model).values():
         assert int(weight.topology.sum()) == round(0.37 * weight.topology.numel())
 
