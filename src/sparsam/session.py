@@ -55,6 +55,9 @@ class Part:
         At most one part has another one than 1."""
         return 1.0
 
+    def after_loss(self, loss: torch.Tensor) -> None:
+        """The loss of a micro-batch, detached and unscaled; its backward comes next."""
+
     def before_step(self) -> None:
         """Gradients of the whole window are there, unscaled and unclipped. Comes once a step."""
 
@@ -185,6 +188,8 @@ class Session:
             self._loss_scale = self._scale_of_parts()
         # scaled here and divided once in step(): a window cut short is then still an exact mean
         factor = self._loss_scale * (1.0 if single else weight)
+        for part in self.parts:
+            part.after_loss(loss.detach())
         if loss.requires_grad:
             (loss if factor == 1.0 else loss * factor).backward()
         elif any(parameter.requires_grad for parameter in self._parameters()):

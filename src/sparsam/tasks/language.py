@@ -23,6 +23,7 @@ __all__ = [
     "Task",
     "as_bytes",
     "evaluate",
+    "fixed_losses",
     "loss_of",
     "read_corpus",
     "standard_library",
@@ -216,6 +217,17 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
+def fixed_losses(model: nn.Module, corpus: Corpus, batch: int, context: int, count: int = 4) -> Callable[[], Tensor]:
+    """Losses of `count` training batches that stay the same, each time they are asked for: what formats are tried on.
+
+    Returns:
+        A function without arguments -> float32 (count,).
+    """
+    batches = Batches(corpus.train, batch, context, seed=-1)
+    held = [batches.next() for _ in range(count)]
+    return lambda: torch.stack([loss_of(model, one).detach().float() for one in held])
+
+
 def evaluate(
     model: nn.Module, batches: Iterable[Batch], forward: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> tuple[float, float]:
