@@ -37,6 +37,7 @@ from sparsam.tasks.language import Batches, Corpus, loss_of, read_corpus, valida
 
 BATCH, TOKENS = 16, 256
 GRID = (7e-4, 1.5e-3, 3e-3, 6e-3)
+LIMITS = (2e-4, 2e-2)  # of rates by which the grid grows where the best one lies at its edge
 WIDTHS = {256: 6, 384: 6, 768: 6, 1024: 4}  # dense models to choose the best from, width -> layers
 SMOOTH = 3  # evaluations in the running mean
 TURN_SECONDS = 5.0
@@ -198,13 +199,21 @@ def tune(kinds: list[Contender], corpus: Corpus, arguments: argparse.Namespace, 
     """Best rate of the grid for each kind, by the validation loss at the end of a short run."""
     tuned = {}
     for kind in kinds:
-        grid = [place(kind, rate, 0, arguments.tune_minutes) for rate in GRID]
-        rows = compete(grid, corpus, arguments, log, evaluations=6)
-        best = min(rows, key=lambda row: row["curve"][-1][2])
-        tuned[kind.kind] = best["rate"]
+        rates = list(GRID)
+        while True:
+            grid = [place(kind, rate, 0, arguments.tune_minutes) for rate in rates]
+            rows = compete(grid, corpus, arguments, log, evaluations=6)
+            best = min(rows, key=lambda row: row["curve"][-1][2])["rate"]
+            # the best one must have a neighbour on either side
+            if best == rates[0] and best > LIMITS[0]:
+                rates.insert(0, best / 2)
+            elif best == rates[-1] and best < LIMITS[1]:
+                rates.append(best * 2)
+            else:
+                break
+        tuned[kind.kind] = best
         found = ", ".join(f"{row['rate']:g} -> {row['curve'][-1][2]:.4f}" for row in rows)
-        edge = " (at the edge of the grid)" if best["rate"] in (GRID[0], GRID[-1]) else ""
-        print(f"{kind.kind}: {found}; {best['rate']:g}{edge}", flush=True)
+        print(f"{kind.kind}: {found}; {best:g}", flush=True)
     return tuned
 
 
