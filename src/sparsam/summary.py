@@ -25,6 +25,7 @@ def figures_of(
     flops: measure.StepFlops,
     operations: Operations | None = None,
     table: SparsityTable | None = None,
+    simulated: bool = False,
 ) -> dict[str, measure.Figure]:
     """What metrics and tensors say of a training.
 
@@ -34,6 +35,7 @@ def figures_of(
         flops: of one optimiser step, as the model is now.
         operations: of all steps; None where not all were taken.
         table: what is sparse.
+        simulated: numbers were rounded as in formats that this machine does not multiply in; every figure says so.
     """
     lines = list(records)
     trained = [line for line in lines if line["kind"] == "train" and not line.get("profiled")]
@@ -72,4 +74,6 @@ def figures_of(
     if table is not None:
         figures["density"] = measure.measured(table.density, "share")
         figures["density_all"] = measure.measured(table.density_all, "share")
+    if simulated:
+        figures = {name: measure.simulated(figure.value, figure.unit) for name, figure in figures.items()}
     return figures

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 
 from sparsam.measure.figure import Figure
 from sparsam.report.claims import smoothed_losses, time_to_twin
+from sparsam.report.formats import formats_over_steps
 from sparsam.report.load import RunData, Side
 
 __all__ = [
@@ -60,6 +61,7 @@ def all_figures(run: RunData) -> dict[str, go.Figure]:
         "step_parts": step_parts,
         "rewires": rewires,
         "topology": topology,
+        "formats": formats_over_steps,
     }
     made = {name: make(run) for name, make in makers.items()}
     return {name: figure for name, figure in made.items() if figure is not None}

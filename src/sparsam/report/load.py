@@ -47,7 +47,7 @@ class Side:
     """One training: the sparse one or its dense twin.
 
     Attributes:
-        train, evaluations, rewires: the lines of metrics.jsonl by kind, in order.
+        train, evaluations, rewires, switches: the lines of metrics.jsonl by kind, in order.
         compact_from: the step after which blocks were compact that had been masked before, or None.
         figures: name -> figure of summary.json.
         phases, breakdown: part of a step -> time; empty when it was not recorded.
@@ -58,6 +58,7 @@ class Side:
     train: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     rewires: list[dict[str, Any]]
+    switches: list[dict[str, Any]]
     figures: dict[str, Figure]
     phases: dict[str, Figure]
     breakdown: dict[str, Figure]
@@ -78,6 +79,7 @@ class RunData:
     Attributes:
         twin: what the recipe asked for; the twin's numbers are in ``dense``, which is None when it left none.
         layers: the weight matrices; empty for a run without sparsity.
+        formats: the format of each layer's products at the end, as `FormatRow` describes it; empty for older runs.
     """
 
     folder: Path
@@ -89,6 +91,12 @@ class RunData:
     environment: dict[str, Any]
     recipe: dict[str, Any] = field(default_factory=dict)
     recipe_text: str = ""
+    formats: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def by_product(self) -> bool:
+        """Whether a policy gives each product a format of its own."""
+        return any(row["weight_gradient"] for row in self.formats)
 
 
 def load(folder: Path) -> RunData:
@@ -125,12 +133,13 @@ def load(folder: Path) -> RunData:
         environment=_object(folder / "environment.json"),
         recipe=recipe,
         recipe_text=recipe_text,
+        formats=_formats(folder / "formats.json"),
     )
 
 
 def _side(folder: Path) -> Side:
     records = _records(folder / "metrics.jsonl")
-    kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("train", "eval", "rewire")}
+    kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("train", "eval", "rewire", "format")}
     summary_path = folder / "summary.json"
     summary = _object(summary_path)
     breakdown = summary.get("breakdown") or _object(folder / "breakdown.json")
@@ -138,6 +147,7 @@ def _side(folder: Path) -> Side:
         train=kinds["train"],
         evaluations=kinds["eval"],
         rewires=kinds["rewire"],
+        switches=kinds["format"],
         figures=_figures(summary_path, summary.get("figures", {})),
         phases=_figures(summary_path, summary.get("phases", {})),
         breakdown=_figures(summary_path, breakdown),
@@ -145,6 +155,14 @@ def _side(folder: Path) -> Side:
         notes=tuple(map(str, summary.get("notes", ()))),
         compact_from=next((r["step"] for r in records if r.get("kind") == "compact" and r.get("layers")), None),
     )
+
+
+def _formats(path: Path) -> list[dict[str, str]]:
+    rows = _object(path).get("rows", [])
+    keys = {"name", "forward", "input_gradient", "weight_gradient", "arithmetic", "reason"}
+    if not all(isinstance(row, dict) and keys <= row.keys() for row in rows):
+        raise ReportError(f"{path}: expected rows with {', '.join(sorted(keys))}, the file is damaged.")
+    return [{key: str(row[key]) for key in keys} for row in rows]
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

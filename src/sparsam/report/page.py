@@ -16,6 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from sparsam.report.claims import Comparison, sparsity
 from sparsam.report.figures import part_colour
+from sparsam.report.formats import PRODUCTS
 from sparsam.report.load import RunData
 from sparsam.report.tables import COMPARISON_HEAD, LAYER_HEAD, comparison_rows, layer_rows, part_rows
 
@@ -172,6 +173,8 @@ def _tables(run: RunData, comparisons: list[Comparison]) -> str:
         blocks.append(_parts_block(run))
     if run.layers:
         blocks.append(_layers_block(run))
+    if run.by_product:
+        blocks.append(_formats_block(run))
     blocks.append(_details(run))
     return "\n".join(blocks)
 
@@ -196,6 +199,21 @@ def _parts_block(run: RunData) -> str:
     head = ("part of a step", "this run", "dense twin")[: len(parts[0])]
     title = "Where the time of a step goes"
     return _block(title, lead, head, rows, _plot("step_parts", title, "plot bars"))
+
+
+def _formats_block(run: RunData) -> str:
+    rows = [
+        [
+            _cell(row["name"], "key"),
+            *(_cell(row[product], "") for product in PRODUCTS),
+            f"<td>{_badge(row['arithmetic'])}</td>",
+            _cell(row["reason"], "why"),
+        ]
+        for row in run.formats
+    ]
+    lead = "The formats at the end, and above them how they came about. A simulated one saves no time."
+    head = ("layer", *(product.replace("_", " ") for product in PRODUCTS), "arithmetic", "why")
+    return _block("Number formats", lead, head, rows, _plot("formats", "Number formats", "plot"))
 
 
 def _layers_block(run: RunData) -> str:

@@ -122,6 +122,7 @@ class Report:
                 }
                 for layer in run.layers
             ],
+            "formats": run.formats,
             "sparsity": {
                 "sparse_layers": 1 - run.table["density"] if "density" in run.table else None,
                 "all_parameters": 1 - run.table["density_all"] if "density_all" in run.table else None,
