@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-__all__ = ["select"]
+__all__ = ["nearest", "select"]
 
 
 def select(names: Iterable[str], include: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> list[str]:
@@ -27,7 +27,7 @@ def select(names: Iterable[str], include: Sequence[str] = ("*",), exclude: Seque
             raise ValueError(f"{what}: expected a list of globs, got the string {globs!r}. Write [{globs!r}].")
         for glob in globs:
             if glob != "*" and not any(fnmatchcase(name, glob) for name in names):
-                raise ValueError(f"{what}: {glob!r} matches no layer. {_nearest(glob, names)}")
+                raise ValueError(f"{what}: {glob!r} matches no layer. {nearest(glob, names)}")
     return [
         name
         for name in names
@@ -35,7 +35,8 @@ def select(names: Iterable[str], include: Sequence[str] = ("*",), exclude: Seque
     ]
 
 
-def _nearest(glob: str, names: Sequence[str]) -> str:
+def nearest(glob: str, names: Sequence[str]) -> str:
+    """The end of an error about a glob that matches nothing: the name that may be meant, or what there is."""
     near = difflib.get_close_matches(glob.strip("*"), names, n=1, cutoff=0.5)
     if near:
         return f"Did you mean {near[0]!r}?"
