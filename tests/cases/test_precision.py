@@ -11,6 +11,7 @@ from torch import nn
 
 import sparsam as sp
 from sparsam.precision.scaler import LossScaler
+from sparsam.precision.weights import BF16Weights
 
 NOT_FINITE = [math.inf, -math.inf, math.nan]
 
@@ -123,3 +124,29 @@ def test_p8_weights_of_half_precision_are_refused_with_advice(dtype):
         sp.Session(model, torch.optim.AdamW(model.parameters()), [LossScaler()])
     model[0].requires_grad_(False)  # what is not trained may be of any type
     sp.Session(model, torch.optim.AdamW(model[1].parameters()), [LossScaler()])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_p4_small_updates_of_bf16_weights_are_not_lost_and_masked_zeros_stay(first):
+    """1000 updates of -1e-4 take 1.0 to 0.9; rounded to nearest, none of them ever moves it."""
+
+    def ends_at(parts):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 1, bias=False)).bfloat16()
+        nn.init.ones_(model[0].weight)
+        sp.sparsify(model, sp.Unstructured(), 0.5, storage="masked")
+        session = sp.Session(model, torch.optim.SGD(model.parameters(), lr=1e-4), parts)
+        for _ in range(1000):
+            session.backward(model[0].weight.sum())
+            session.step()
+        active = model[0].weight_topology
+        assert model[0].weight.dtype == torch.bfloat16
+        assert not model[0].weight[~active].any()
+        return model[0].weight.detach()[active].float()
+
+    sparse = sp.SparseTraining(sp.static())
+    assert (ends_at([sparse]) == 1.0).all()
+    ends = ends_at([sparse, BF16Weights()] if first else [BF16Weights(), sparse])
+    # a step of 2^-8 with a chance of 1e-4 * 2^8, a thousand times; the mean of 288 such weights, 3 sigma
+    spread = 2.0**-8 * math.sqrt(1000 * 0.0256 * 0.9744)
+    assert abs(float(ends.mean()) - 0.9) < 3 * spread / math.sqrt(len(ends))
