@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sparsam.kernels.format_linear import format_block_linear, format_linear
+from sparsam.kernels.formats import Products
 from sparsam.kernels.index import BlockIndex, blocks_from_dense, build_index, dense_from_blocks
 from sparsam.kernels.operands import as_autocast
 from sparsam.kernels.ops import backend, block_linear
@@ -27,7 +29,12 @@ class ActivatedLinear(nn.Linear):
         out_features: N.
         bias: whether there is one.
         activation: none, relu, relu2 (the square of relu), gelu, gelu_tanh or silu.
+
+    Attributes:
+        formats: of its three products; None leaves them to autocast.
     """
+
+    formats: Products | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, activation: str = "gelu") -> None:
         super().__init__(in_features, out_features, bias)
@@ -35,6 +42,8 @@ class ActivatedLinear(nn.Linear):
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.formats is not None:
+            return format_linear(x, self.weight, self.bias, self.formats, self.activation)
         return activate(super().forward(x), self.activation)
 
     def extra_repr(self) -> str:
@@ -60,10 +69,14 @@ class SparseLinear(nn.Module):
         product: "kernel" multiplies blocks; "dense" scatters them and multiplies the dense matrix, for shapes where
             that measures faster.
 
+    Attributes:
+        formats: of its three products; None leaves them to autocast. A frozen layer ignores them.
+
     Shape:
         x (..., K) -> (..., N).
     """
 
+    formats: Products | None = None
     values: nn.Parameter
     block_row: torch.Tensor
     block_col: torch.Tensor
@@ -158,14 +171,20 @@ class SparseLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[-1] != self.in_features:
             raise ValueError(f"SparseLinear: expected x of (..., {self.in_features}), got {tuple(x.shape)}.")
+        formats = None if self._packed is not None else self.formats
         if self.product == "dense":
             weight = dense_from_blocks(self.values, self.block_row, self.block_col, self.out_features, self.in_features)
             if self.probe is not None:
                 weight = weight + self.probe.to(weight.dtype)
+            if formats is not None:
+                return format_linear(x, weight, self.bias, formats, self.activation)
             return activate(F.linear(x, weight, self.bias), self.activation)
         if self._packed is not None:
             return self._frozen_forward(x, self._packed)
-        return block_linear(x, self.values, self.index, self.out_features, self.bias, self.activation, self.probe)
+        operands = x, self.values, self.index, self.out_features, self.bias, self.activation
+        if formats is not None:
+            return format_block_linear(*operands, formats, self.probe)
+        return block_linear(*operands, self.probe)
 
     @property
     def index(self) -> BlockIndex:
