@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsam.kernels.formats import BF16, FP8, FP8_ROWS, FP16, FP32, INT8, MX_FP8, PRODUCT_FORMATS, TF32
+from sparsam.kernels.formats import BF16, FP8, FP8_ROWS, FP16, FP32, INT8, MX_FP8, PRODUCT_FORMATS, TF32, arithmetic
 from sparsam.precision.progressive import Progressive
 from sparsam.precision.resolve import Resolved, requested, resolve
 from sparsam.precision.rules import Rules
@@ -41,29 +41,34 @@ def test_what_a_cpu_only_simulates(asked):
     assert resolve(asked, CPU, simulate=True) == Resolved(asked, asked, "simulated", reason)
 
 
-@pytest.mark.parametrize(
-    ("capability", "lacking"),
-    [
-        ((7, 5), {"tf32", "int8", "fp8", "fp8_rows", "mx_fp8"}),
-        ((8, 0), {"fp8", "fp8_rows", "mx_fp8"}),
-        ((8, 9), {"fp8_rows", "mx_fp8"}),
-        ((9, 0), {"mx_fp8"}),
-        ((10, 0), set()),
-    ],
-)
-def test_what_a_gpu_computes_in(capability, lacking, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = requested(PRODUCT_FORMATS, GPU, simulate=True)
-    assert {one.asked.name for one in found if one.arithmetic == "simulated" or one.format != one.asked} == lacking
-    if FP8.name in lacking:
-        with pytest.raises(ValueError, match=r"fp8: this device \(cuda\) has no fast fp8 product"):
-            resolve(FP8, GPU)
+def test_a_gpu_multiplies_in_bf16_fp16_and_fp32():
+    with pytest.raises(ValueError, match=r"fp8: there is no fast fp8 product for cuda here. Use bf16, or say simulate"):
+        resolve(FP8, GPU)
+    found = {str(one.asked): one for one in requested(PRODUCT_FORMATS, GPU, simulate=True)}
+    assert {name for name, one in found.items() if one.format == one.asked and one.arithmetic == "real"} == {
+        "fp32",
+        "bf16",
+        "fp16",
+    }
+    assert found["tf32"].format == FP32
+    assert found["tf32"].reason == "fp32 for tf32: there is no fast tf32 product for cuda here"
 
 
-def test_other_devices_have_no_8_bit_products():
-    found = requested(PRODUCT_FORMATS, torch.device("mps"), simulate=True)
-    assert [one.asked for one in found if one.format == one.asked and not one.reason] == [FP32, BF16, FP16]
+def test_kernels_of_blocks_know_less():
+    with pytest.raises(ValueError, match=r"^int8: there is no fast int8 product of block-sparse weights. Use bf16, or"):
+        resolve(INT8, CPU, blocks=True)
+    assert resolve(INT8, CPU, simulate=True, blocks=True).arithmetic == "simulated"
+    assert resolve(BF16, CPU, blocks=True) == Resolved(BF16, BF16)
+    assert resolve(FP16, GPU, blocks=True).format == BF16
+
+
+@pytest.mark.parametrize("device", [CPU, GPU, torch.device("mps")], ids=str)
+@pytest.mark.parametrize("asked", PRODUCT_FORMATS, ids=str)
+def test_what_it_is_called_is_what_the_product_says(asked, device):
+    for blocks in (False, True):
+        found = resolve(asked, device, simulate=True, blocks=blocks)
+        assert found.arithmetic == arithmetic(found.format, device, blocks)
+        assert bool(found.reason) == (found.format != asked or found.arithmetic == "simulated")
 
 
 def test_a_policy_is_checked_as_a_whole():
