@@ -100,7 +100,15 @@ def test_doctor(sparsam, monkeypatch):
     monkeypatch.setattr(doctor, "measure", lambda progress: measure(progress, quick=True))
     result = sparsam("doctor")
     assert result.status == 0
-    for part in ("Machine", "processor", "Dense products", "Block-sparse 32x32", "90 % sparse", "(measured)"):
+    for part in (
+        "Machine",
+        "processor",
+        "Dense products",
+        "Formats, one product",
+        "Block-sparse 32x32",
+        "90 % sparse",
+        "(measured)",
+    ):
         assert part in result.out, part
 
 

@@ -7,6 +7,7 @@ from sparsam.measure.figure import Figure, estimated, measured, modelled, simula
 from sparsam.measure.flops import StepFlops, training_step
 from sparsam.measure.machine import allowed_cpus, describe, thread_allowance, thread_warning
 from sparsam.measure.memory import peak_rss_bytes, reset_peak_rss, training_bytes
+from sparsam.measure.product_profile import ProductPair, ProductProfile, ProductShape, ProductTime
 from sparsam.measure.speed import dense_flops_per_second
 
 __all__ = [
@@ -14,6 +15,10 @@ __all__ = [
     "Figure",
     "LinearShape",
     "LinearTiming",
+    "ProductPair",
+    "ProductProfile",
+    "ProductShape",
+    "ProductTime",
     "Ratio",
     "StepFlops",
     "Timing",

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Ratio", "Timing", "geometric_mean", "interleaved", "ratio"]
+import torch
+
+__all__ = ["Ratio", "Timing", "geometric_mean", "interleaved", "on_threads", "ratio"]
 
 _LEAST_ROUNDS = 3
 
@@ -150,6 +152,20 @@ def geometric_mean(values: list[float]) -> float:
     if not values or min(values) <= 0:
         raise ValueError(f"geometric_mean: expected positive numbers, got {values!r}. Pass the ratios of all shapes.")
     return statistics.geometric_mean(values)
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Runs what it surrounds on this many of torch's threads."""
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _quartiles(values: list[float]) -> tuple[float, float]:

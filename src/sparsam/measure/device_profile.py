@@ -7,12 +7,9 @@ whole step: a product that is faster alone is what this file knows.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +18,13 @@ import torch.nn.functional as F
 
 from sparsam.kernels import cpu, ops
 from sparsam.kernels.index import BlockIndex, build_index
-from sparsam.measure.clock import interleaved
+from sparsam.measure.clock import interleaved, on_threads
 from sparsam.measure.machine import fingerprint
+from sparsam.measure.product_profile import ProductProfile, ProductTimer, read_pair
+from sparsam.measure.timings import VERSION, Timings, default_path, read_file
 
 __all__ = ["DeviceProfile", "LinearShape", "LinearTiming", "default_path", "time_linear"]
 
-_VERSION = 1
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -69,24 +67,29 @@ class LinearTiming(NamedTuple):
 
 
 class DeviceProfile:
-    """Timings of linear layers on this device, each taken once.
+    """Timings of linear layers on this device, each taken once; `products` has those of single products per format.
 
     Args:
         path: JSON file to remember them in; None = ``sparsam/device_profile.json`` in the user's cache folder. A file
             that is damaged is reported and written anew; one that cannot be written is reported and done without.
         timer: takes the timing of one shape; another one is for tests.
+        product_timer: the same for single products.
     """
 
     def __init__(
-        self, path: str | Path | None = None, timer: Callable[[LinearShape], LinearTiming] | None = None
+        self,
+        path: str | Path | None = None,
+        timer: Callable[[LinearShape], LinearTiming] | None = None,
+        product_timer: ProductTimer | None = None,
     ) -> None:
         self.path = Path(path) if path is not None else default_path()
         self._timer = timer or time_linear
         self._machine = f"{fingerprint()}; kernels {_library_hash()}"
-        self._carried: dict[str, LinearTiming] = {}
-        self._known: dict[str, LinearTiming] = {}
-        self._used: dict[str, LinearTiming] = {}
-        self._load()
+        content = read_file(self.path)
+        self._linear = Timings(self.path, self._machine, _read_timing, content)
+        # A section of its own: versions that know of no products keep it and read past it.
+        products = Timings(self.path, f"{self._machine}; products", read_pair, content)
+        self.products = ProductProfile(products, product_timer)
 
     def linear(
         self,
@@ -119,20 +122,16 @@ class DeviceProfile:
             tokens, in_features, out_features, rows, cols, density, format, threads or torch.get_num_threads()
         )
         _check(shape)
-        timing = self._carried.get(shape.key) or self._known.get(shape.key)
-        if timing is None:
-            timing = LinearTiming(*self._timer(shape))
-            self._known[shape.key] = timing
-            self._save()
-        self._used[shape.key] = timing
-        return timing
+        return self._linear.get(shape.key, lambda: LinearTiming(*self._timer(shape)))
 
     def to_json(self) -> dict[str, Any]:
-        """What was asked of this profile so far, for a checkpoint: machine and key -> [compact_ms, dense_ms]."""
+        """What was asked of this profile so far, for a checkpoint: machine and key -> [compact_ms, dense_ms], and
+        under "products" what `ProductPair` holds."""
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "machine": self._machine,
-            "linear": {key: list(timing) for key, timing in (self._carried | self._used).items()},
+            "linear": self._linear.to_json(),
+            "products": self.products.timings.to_json(),
         }
 
     @classmethod
@@ -141,60 +140,24 @@ class DeviceProfile:
         data: Mapping[str, Any],
         path: str | Path | None = None,
         timer: Callable[[LinearShape], LinearTiming] | None = None,
+        product_timer: ProductTimer | None = None,
     ) -> DeviceProfile:
         """A profile that answers with the timings of a checkpoint, whatever this machine would say.
 
         Raises:
             ValueError: not a profile, or one of a newer version.
         """
-        profile = cls(path, timer)
-        if not isinstance(data, Mapping) or not isinstance(data.get("linear"), Mapping):
+        profile = cls(path, timer, product_timer)
+        products = data.get("products", {}) if isinstance(data, Mapping) else None  # none in older checkpoints
+        if not isinstance(products, Mapping) or not isinstance(data.get("linear"), Mapping):
             raise ValueError("device profile: expected the content of DeviceProfile.to_json(), got something else.")
-        if data.get("version") != _VERSION:
+        if data.get("version") != VERSION:
             raise ValueError(
-                f"device profile: expected version {_VERSION}, got {data.get('version')!r}. Update sparsam."
+                f"device profile: expected version {VERSION}, got {data.get('version')!r}. Update sparsam."
             )
-        profile._carried = _entries(data["linear"])
+        profile._linear.carry(data["linear"])
+        profile.products.timings.carry(products)
         return profile
-
-    def _load(self) -> None:
-        try:
-            machines = json.loads(self.path.read_text(encoding="utf-8"))["machines"]
-            self._known = _entries(machines.get(self._machine, {}))
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-            warnings.warn(
-                f"device profile: expected timings in {self.path}, got a damaged file ({type(problem).__name__})."
-                " Timing anew.",
-                stacklevel=3,
-            )
-
-    def _save(self) -> None:
-        # Read again first: another process may have timed other shapes meanwhile.
-        try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            machines = dict(content["machines"])
-        except (OSError, ValueError, KeyError, TypeError):
-            machines = {}
-        mine = machines.get(self._machine)
-        merged = dict(mine) if isinstance(mine, dict) else {}
-        merged |= {key: list(timing) for key, timing in self._known.items()}
-        machines[self._machine] = merged
-        try:
-            _write_atomically(self.path, json.dumps({"version": _VERSION, "machines": machines}, indent=1))
-        except OSError as problem:
-            warnings.warn(
-                f"device profile: expected to write {self.path}, got {problem.strerror}."
-                " Timings are kept for this run only.",
-                stacklevel=4,
-            )
-
-
-def default_path() -> Path:
-    """Where timings are kept between runs: the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``)."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "sparsam" / "device_profile.json"
 
 
 def time_linear(shape: LinearShape, seconds: float = 0.4) -> LinearTiming:
@@ -222,7 +185,7 @@ def time_linear(shape: LinearShape, seconds: float = 0.4) -> LinearTiming:
         y.backward(gradient)
         x.grad = dense.grad = values.grad = None
 
-    with _threads(shape.threads):
+    with on_threads(shape.threads):
         times = interleaved(
             {
                 "compact": lambda: run(lambda: ops.block_linear(x, values, index, shape.out_features)),
@@ -248,19 +211,6 @@ def _format(dtype: torch.dtype) -> Any:
     return torch.autocast("cpu", dtype)
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _check(shape: LinearShape) -> None:
     sizes = (shape.tokens, shape.in_features, shape.out_features, shape.rows, shape.cols, shape.threads)
     if min(sizes) < 1:
@@ -275,21 +225,8 @@ def _check(shape: LinearShape) -> None:
         )
 
 
-def _entries(data: Mapping[str, Any]) -> dict[str, LinearTiming]:
-    return {str(key): LinearTiming(float(pair[0]), float(pair[1])) for key, pair in data.items()}
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+def _read_timing(pair: Any) -> LinearTiming:
+    return LinearTiming(float(pair[0]), float(pair[1]))
 
 
 def _library_hash() -> str:

@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from sparsam.kernels import cpu, ops
+from sparsam.kernels.formats import BF16, FP8, FP16, FP32, INT8, arithmetic
 from sparsam.measure.clock import interleaved
 from sparsam.measure.device_profile import LinearShape, time_linear
 from sparsam.measure.figure import Figure, measured, modelled
 from sparsam.measure.machine import describe
+from sparsam.measure.product_profile import ProductPath, ProductShape, time_paths
+from sparsam.measure.torch_products import TORCH_PATHS
 
 __all__ = ["REFERENCE", "Row", "measure"]
 
@@ -27,6 +30,10 @@ _SHAPE = (2048, 1024, 4096)
 _QUICK_SHAPE = (256, 256, 512)
 _BLOCKS = (32, 16)
 _SPARSITIES = (0.80, 0.90, 0.95)
+# One product is enough to compare formats; the slowest of them are timed on less and scaled.
+_PRODUCT = ProductShape("forward", 1024, 1024, 1024, 1)
+_QUICK_PRODUCT = ProductShape("forward", 32, 32, 32, 1)
+_PRODUCT_FORMATS = (FP32, BF16, FP16, INT8, FP8)
 _COPY_BYTES = 256 * 2**20
 
 
@@ -68,6 +75,8 @@ def measure(progress: Callable[[str], object] | None = None, quick: bool = False
     rows = _machine_rows(machine)
     tell("dense products")
     rows += _dense_rows(_QUICK_SHAPE if quick else _SHAPE, quick)
+    tell("formats")
+    rows += _format_rows(_QUICK_PRODUCT if quick else _PRODUCT, quick)
     for block in _BLOCKS:
         tell(f"blocks of {block}x{block}")
         rows += _sparse_rows(_QUICK_SHAPE if quick else _SHAPE, block, quick)
@@ -127,6 +136,39 @@ def _dense_rows(shape: tuple[int, int, int], quick: bool) -> list[Row]:
         Row(section, "fp32", measured(speeds["fp32"], "FLOP/s"), where),
         Row(section, "bf16 over fp32", measured(speeds["bf16"] / speeds["fp32"], "x")),
     ]
+
+
+def _format_rows(shape: ProductShape, quick: bool) -> list[Row]:
+    shape = shape._replace(threads=torch.get_num_threads())
+    section = "Formats, one product with casts"
+    device = torch.device("cpu")
+    paths = {one.name: ProductPath(one) for one in _PRODUCT_FORMATS}
+    missing = [name for name, path in TORCH_PATHS.items() if not _known(path)]
+    paths |= {name: path for name, path in TORCH_PATHS.items() if name not in missing}
+    times = time_paths(shape, paths, seconds=0.01 if quick else 4.0)
+    rows = []
+    bf16_ms, fp32_ms = times[BF16.name].ms, times[FP32.name].ms
+    for name, path in paths.items():
+        ms = times[name].ms
+        notes = [f"{bf16_ms / ms:.3g}x the speed of bf16"]
+        if path.format == BF16:
+            notes = [f"forward of {shape.tokens} x {shape.in_features} -> {shape.out_features}"]
+        elif path.format != FP32:
+            notes.append("slower than bf16: never chosen" if ms >= bf16_ms else "faster than bf16")
+        if fp32_ms < ms <= bf16_ms:  # such machines exist: fewer bits are no gain by themselves
+            notes.append("slower than fp32")
+        if path.multiply is None and arithmetic(path.format, device) == "simulated":
+            notes.insert(1, "simulated")
+        rows.append(Row(section, name, times[name].figure, ", ".join(notes)))
+    return rows + [Row(section, name, None, "torch does not know it on this machine") for name in missing]
+
+
+def _known(path: ProductPath) -> bool:
+    try:
+        time_paths(_QUICK_PRODUCT, {"tried": path}, seconds=0.0)
+    except (RuntimeError, AttributeError):  # an operator that is missing altogether is the latter
+        return False
+    return True
 
 
 def _sparse_rows(shape: tuple[int, int, int], block: int, quick: bool) -> list[Row]:
