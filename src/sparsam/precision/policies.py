@@ -23,9 +23,10 @@ class UnitState:
         wait: applied step before which it is not lowered again.
         cool_down: steps that the next wait takes.
         backoffs: how often it was raised.
-        pinned: it stays where it is.
+        pinned: it is not lowered any more.
         saturated: samples in a row that were cut.
         rejected: formats tried and not taken, name -> why, with the timing or the loss gap.
+        lowered_at: applied step of the last lowering; None after a raise, which answers for it.
     """
 
     format: str
@@ -36,6 +37,7 @@ class UnitState:
     pinned: bool = False
     saturated: int = 0
     rejected: Mapping[str, str] = field(default_factory=dict)
+    lowered_at: int | None = None
 
 
 @dataclass(frozen=True)
