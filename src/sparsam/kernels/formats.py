@@ -183,7 +183,7 @@ def finish(
     result: Tensor, rows: Tensor | None, columns: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """A product (M, N) of codes, to which nobody else holds on, times scales of its rows and columns, plus the bias."""
-    if rows is not None or columns is not None:
+    if rows is not None or columns is not None or result.dtype != dtype:
         result = result.to(torch.float32)
     if rows is not None:
         result.mul_(rows)
@@ -198,8 +198,9 @@ def _int8_product(a: Tensor, b: Tensor) -> Tensor:
     """a b^T of int8 codes, exact for each piece of the reduced dimension."""
     total = torch.zeros(a.shape[0], b.shape[0], device=a.device)
     for left, right in zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 1), strict=True):
-        # torch reads other strides than a matrix's and its transpose's wrongly
-        total += torch._int_mm(left.contiguous(), right.contiguous().mT)
+        # torch multiplies strides other than a matrix's or its transpose's wrongly, and a single term too
+        left, right = left.contiguous(), right.contiguous()
+        total += torch._int_mm(left, right.mT) if left.shape[1] > 1 else left.float() @ right.float().mT
     return total
 
 
