@@ -1,6 +1,6 @@
 """How long block-sparse training takes to reach what its dense twin reaches in a given time.
 
-    python benchmarks/time_to_quality.py [--precision fp32] [--minutes 15] [--tune-minutes 3] [--seeds 0 1 2] [--rows FILE] [--json FILE]
+    python benchmarks/time_to_quality.py [--precision fp32] [--minutes 15] [--seeds 0 1 2] [--rows FILE] [--json FILE]
 
 Every contender trains a byte GPT on the same text from the same seed, in turns of a few seconds within one process, so
 that what disturbs the machine disturbs all alike; each has a clock of its own that stands still while others train and

@@ -99,6 +99,12 @@ VARIANTS = {
     "accumulated": ["training.accumulate=3"],
     "scattered": ["sparsity.if_slow=scatter"],
     "dense": ["sparsity=null"],
+    "formats that go down": [
+        "sparsity=null",
+        "precision={initial: bf16, final: int8, transition_steps: 4, grad_scaling: adaptive}",
+    ],
+    "formats by statistics": ["precision={type: adaptive, sample_every: 1}", "sparsity.exclude=['*up']"],
+    "simulated formats of sparse layers": ["precision={type: rules, low: fp8, simulate: true}"],
     "compact before the checkpoint": ["sparsity.method={type: gmp, every: 1, until: 0.34}"],
     "compact at the checkpoint": ["sparsity.method={type: gmp, every: 1, until: 0.5}"],
     "compact after the checkpoint": ["sparsity.method={type: granet, every: 2, until: 0.67}"],

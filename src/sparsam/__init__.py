@@ -1,8 +1,13 @@
 """Sparsam trains PyTorch models on less: public names and nothing else."""
 
 from sparsam import formats
+from sparsam.precision.adaptive import Adaptive
 from sparsam.precision.part import Precision
+from sparsam.precision.policies import Policy
+from sparsam.precision.progressive import Progressive
+from sparsam.precision.rules import Rules
 from sparsam.precision.scaler import LossScaler
+from sparsam.precision.weights import BF16Weights
 from sparsam.rate import LearningRate
 from sparsam.schedules import constant, cosine, cubic, limit_rate, linear, stages, warm_up
 from sparsam.select import select
@@ -41,6 +46,8 @@ __all__ = [
     "NM",
     "Accumulator",
     "ActivatedLinear",
+    "Adaptive",
+    "BF16Weights",
     "Block",
     "DropGrow",
     "LayerRow",
@@ -52,9 +59,12 @@ __all__ = [
     "Neuron",
     "Part",
     "Pattern",
+    "Policy",
     "Precision",
+    "Progressive",
     "Resize",
     "Rewire",
+    "Rules",
     "Session",
     "SparseLinear",
     "SparseTraining",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
 from sparsam.measure.flops import StepFlops
+from sparsam.precision.part import Precision
 from sparsam.session import Part, Rewire, Session
 from sparsam.sparse.weights import CompactWeight, sparse_weights
 
-__all__ = ["Clock", "Operations", "Progress", "TopologyLog"]
+__all__ = ["Clock", "Operations", "Progress", "TopologyLog", "format_records", "step_record"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,32 @@ class Operations:
         """Goes on from the sums of another; None: nobody counted until now, so that no sum is known."""
         known = {"computed": math.nan, "on_paper": math.nan} if state is None else state
         self.computed, self.on_paper = float(known["computed"]), float(known["on_paper"])
+
+
+def step_record(progress: Progress, seconds: float, density: float, session: Session) -> dict[str, Any]:
+    """The line that a step leaves in the metrics.
+
+    Args:
+        progress: the step.
+        seconds: of training so far.
+        density: of the sparse layers, 1 when there is none.
+        session: whose parts have numbers of their own: sparsity, learning rate, gradient norm.
+    """
+    return {
+        "step": progress.step,
+        "kind": "train",
+        "loss": progress.loss,
+        "step_ms": progress.step_seconds * 1e3,
+        "tokens_per_second": progress.tokens_per_second,
+        "seconds": seconds,
+        "density": density,
+        **session.metrics(),
+    }
+
+
+def format_records(precision: Precision) -> list[dict[str, Any]]:
+    """The lines for products whose format has changed since it was last asked."""
+    return [{"kind": "format"} | asdict(one) for one in precision.take()]
 
 
 class Clock:

@@ -17,10 +17,11 @@ from torch import nn
 
 from sparsam import checkpoint, measure
 from sparsam.kernels.ops import backend
+from sparsam.precision.part import Precision
 from sparsam.recipe import ALL_SLOW, Recipe, all_slow
 from sparsam.recipe.parts import parts_of, settled_state
 from sparsam.recipe.storage import Products, current, make_compact, restored, settled
-from sparsam.record import Clock, Operations, Progress, TopologyLog
+from sparsam.record import Clock, Operations, Progress, TopologyLog, format_records, step_record
 from sparsam.run import Run, RunError
 from sparsam.session import Session
 from sparsam.sparse.table import SparsityTable
@@ -186,6 +187,7 @@ class Training:
             # a sampled twin has taken some of the steps only
             self.operations if self.step == training.steps else None,
             self.table,
+            self.precision.table().simulated,
         )
         if self.seconds:
             figures["train_seconds"] = measure.measured(self.seconds, "s")
@@ -221,7 +223,7 @@ class Training:
                 "peak_is_whole": self._peak_is_whole,
                 "operations": self.operations.state_dict(),
                 "compact": self._compact,
-                "profile": self._profile.to_json() if self.table is not None else None,
+                "profile": self._profile.to_json(),
                 "corpus": self.corpus.fingerprint,
                 "machine": self._machine,
             },
@@ -232,7 +234,10 @@ class Training:
     def _new_session(self) -> Session:
         """The parts that the recipe names, around the model as it is stored now."""
         training = self.recipe.training
-        parts = parts_of(self.recipe, self.table, self.topologies, ended=self._compact is not None)
+        probe = language.fixed_losses(self.model, self.corpus, training.batch, training.context)
+        ended = self._compact is not None
+        parts = parts_of(self.recipe, self.table, self.topologies, ended, self._profile, probe)
+        [self.precision] = [part for part in parts if isinstance(part, Precision)]
         accumulate, clip, seed = training.accumulate, self.recipe.optimizer.clip, training.seed
         return Session(self.model, self.optimizer, parts, accumulate=accumulate, clip=clip, seed=seed)
 
@@ -267,6 +272,7 @@ class Training:
             return measure.training_step(self.model, batch)
 
     def _write_table(self) -> None:
+        self.run.write("formats.json", self.precision.table().to_json())
         if self.table is not None:
             self.table = current(self.table, self.model)
             self.run.write("profile.json", self._profile.to_json())
@@ -326,18 +332,11 @@ class Training:
         return progress
 
     def _record(self, progress: Progress) -> dict[str, Any]:
-        record: dict[str, Any] = {
-            "step": progress.step,
-            "kind": "train",
-            "loss": progress.loss,
-            "step_ms": progress.step_seconds * 1e3,
-            "tokens_per_second": progress.tokens_per_second,
-            "seconds": self.seconds,
-            "density": self.topologies.density,
-            **self.session.metrics(),  # sparsity, learning rate, gradient norm
-        }
+        record = step_record(progress, self.seconds, self.topologies.density, self.session)
         if moved := self.topologies.take():
             self.run.append({"step": progress.step, "kind": "rewire", **moved})
+        for line in format_records(self.precision):
+            self.run.append(line)
         return record
 
     def _evaluate(self) -> None:

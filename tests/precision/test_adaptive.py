@@ -435,7 +435,7 @@ def test_a_decision_changes_nothing_that_it_was_given():
         ({"most_probes": 0}, r"most_probes: expected at least 1"),
         ({"cool_down": 0}, r"cool_down: expected at least 1"),
         ({"most_backoffs": 0}, r"most_backoffs: expected at least 1"),
-        ({"min_gain": 0.5}, r"expected min_gain >= 1, max_gap >= 0, spike > 0 and blame_steps >= 0, got 0\.5, 0\.0025"),
+        ({"min_gain": 0.5}, r"expected min_gain >= 1, max_gap >= 0, spike > 0 and trial_steps >= 0, got 0\.5, 0\.0025"),
         ({"spike": math.nan}, r"got 1\.05, 0\.0025, nan and 128"),
     ],
 )

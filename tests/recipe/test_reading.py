@@ -52,7 +52,7 @@ REFUSED = {
     # features that do not go together, and what this machine has not
     "dense with a twin": (
         "sparsity: null",
-        "r.yaml: twin full needs sparsity, a dense run has no twin; set twin: none.",
+        "r.yaml: twin full needs sparsity or a policy of precision, without them a run has no twin; set twin: none.",
     ),
     "compact single weights": (
         "sparsity: {pattern: {type: unstructured}, storage: compact}",
@@ -199,7 +199,8 @@ REFUSED = {
     ),
     "fp8": (
         "precision: fp8",
-        "r.yaml: precision: Sparsam does not train in fp8 yet; the usable precisions are bf16 and fp32.",
+        "r.yaml: precision: CPUs have no fast fp8 to train in; the usable precisions are bf16 and fp32, "
+        "or a policy such as {type: adaptive}.",
     ),
     "muon": (
         "optimizer: {type: Muon}",

@@ -30,7 +30,7 @@ class Adaptive(Policy):
     halves are tried, so that the innocent go down. Without a probe nothing goes below 16 bits.
 
     A unit is raised at once, to the format it came from, when its sample shows a `fault`; all below 16 bits when the
-    step was not finite; those lowered within `blame_steps` when the loss leaps. Each raise doubles the wait before the
+    step was not finite; those lowered within `trial_steps` when the loss leaps. Each raise doubles the wait before the
     next try, and after `most_backoffs` the unit is pinned. Raising is never refused, so evidence that stays bad leads
     to the initial format. A candidate that is not taken is noted in the unit's state with the reason.
 
@@ -44,7 +44,7 @@ class Adaptive(Policy):
         most_probes: probes in one decision; those left open are tried again after half a wait.
         cool_down: steps of a unit's first wait.
         most_backoffs: raises before a unit is pinned.
-        blame_steps: how long after it was lowered a unit may be blamed for a leap of the loss.
+        trial_steps: how long after it was lowered a unit may be blamed for a leap of the loss.
         spike: standard deviations above the running mean of the loss that are a leap.
         cooldown_at: applied step from which forward products run in at least 16 bits and nothing is lowered any more;
             before the learning rate's last decay.
@@ -63,7 +63,7 @@ class Adaptive(Policy):
     most_probes: int = 12
     cool_down: int = 256
     most_backoffs: int = 4
-    blame_steps: int = 128
+    trial_steps: int = 128
     spike: float = 6.0
     cooldown_at: int | None = None
 
@@ -75,9 +75,9 @@ class Adaptive(Policy):
         for what in ("sample_every", "clean_samples", "most_probes", "cool_down", "most_backoffs"):
             if getattr(self, what) < 1:
                 raise ValueError(f"{what}: expected at least 1, got {getattr(self, what)}. See Adaptive for defaults.")
-        if not (self.min_gain >= 1 and self.max_gap >= 0 and self.spike > 0 and self.blame_steps >= 0):
-            expected = "min_gain >= 1, max_gap >= 0, spike > 0 and blame_steps >= 0"
-            got = f"{self.min_gain}, {self.max_gap}, {self.spike} and {self.blame_steps}"
+        if not (self.min_gain >= 1 and self.max_gap >= 0 and self.spike > 0 and self.trial_steps >= 0):
+            expected = "min_gain >= 1, max_gap >= 0, spike > 0 and trial_steps >= 0"
+            got = f"{self.min_gain}, {self.max_gap}, {self.spike} and {self.trial_steps}"
             raise ValueError(f"Adaptive: expected {expected}, got {got}. Correct them.")
 
     @property
@@ -121,7 +121,7 @@ class Adaptive(Policy):
         """Raised if there is a reason."""
         sample = evidence.samples.get(unit, {}).get(one.format)
         below_16 = self._bits(one) < 16
-        lately = one.lowered_at is not None and step - one.lowered_at <= self.blame_steps
+        lately = one.lowered_at is not None and step - one.lowered_at <= self.trial_steps
         if below_16 and not (evidence.finite and (sample is None or sample.finite)):
             return self._raised(one, "not finite", step)
         if lately and evidence.loss_score > self.spike:

@@ -67,11 +67,15 @@ class Policy(ABC):
     Attributes:
         sample_every: applied steps between samples; 0 when it needs none.
         candidates: formats whose effect on a unit's operands is sampled.
-        lowest: the lowest formats it may come to, for the check of what the device can do.
+        trial_steps: how long after a lowering a leap of the loss is put down to it; 0 when nothing is on trial.
+        spike: standard deviations above the running mean of the loss that are a leap.
+        lowest: the formats it may come to, the lowest first, for the check of what the device can do.
     """
 
     sample_every: int = 0
     candidates: tuple[ProductFormat, ...] = ()
+    trial_steps: int = 0
+    spike: float = math.inf
 
     @property
     @abstractmethod

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
+from sparsam.measure.device_profile import DeviceProfile
 from sparsam.precision.part import Precision
 from sparsam.rate import LearningRate
 from sparsam.recipe.sections import Recipe
@@ -12,8 +17,12 @@ from sparsam.sparse.table import SparsityTable
 
 __all__ = ["parts_of", "settled_state"]
 
+Probe = Callable[[], Tensor]
 
-def parts_of(recipe: Recipe, table: SparsityTable | None, log: Part, ended: bool) -> list[Part]:
+
+def parts_of(
+    recipe: Recipe, table: SparsityTable | None, log: Part, ended: bool, measured: DeviceProfile, probe: Probe
+) -> list[Part]:
     """The parts of a training, in the order in which they act.
 
     Args:
@@ -21,9 +30,11 @@ def parts_of(recipe: Recipe, table: SparsityTable | None, log: Part, ended: bool
         table: how the model's layers are stored.
         log: what notes rewires.
         ended: whether the method of a gradual recipe has come to its end, and its last topology stays.
+        measured: what a policy of formats takes their times from.
+        probe: losses on the same data each time, by which it tries formats.
     """
     section, factor = recipe.sparsity, 1.0
-    parts: list[Part] = [Precision(recipe.precision)]
+    parts = _precision(recipe, measured, probe)
     sparse = table is not None and any(row.storage != "dense" for row in table.rows)
     if section is not None and sparse:
         if ended:
@@ -36,6 +47,14 @@ def parts_of(recipe: Recipe, table: SparsityTable | None, log: Part, ended: bool
             parts.insert(1, section.l1.build(recipe.training.steps, section.pattern.build()))
         factor = section.lr_factor
     return [*parts, log, LearningRate(recipe.rate(sparse), factor)]
+
+
+def _precision(recipe: Recipe, measured: DeviceProfile, probe: Probe) -> list[Part]:
+    section = recipe.precision
+    if isinstance(section, str):
+        return [Precision(section)]
+    policy = section.policy(recipe.training.steps, recipe.optimizer.warm_up)
+    return [Precision(policy, simulate=section.simulate, probe=probe, profile=measured), *section.scaler()]
 
 
 def settled_state(state: dict[str, object]) -> dict[str, object]:

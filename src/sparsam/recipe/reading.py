@@ -132,6 +132,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return f"{where}: {_one_line(context['error'])}".removeprefix(": ")
     if kind in ("literal_error", "union_tag_invalid"):
         known = re.findall(r"'([^']+)'", context.get("expected") or context["expected_tags"])
+        known = [name for name in known if name != "format"]  # what a bare name is called inside
         value = given.get("type") if isinstance(given, dict) else given
         near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
         return f"{where}: expected {' or '.join(known)}, got {value!r}" + (
@@ -139,6 +140,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
         )
     if kind == "model_type":
         return f"{where}: expected a section with keys {', '.join(section)}, got {given!r}"
+    if kind == "too_short":
+        return f"{where}: expected at least {context['min_length']} in the list, got {context['actual_length']}"
     message = (
         problem["msg"].removeprefix("Input should be ").replace("a valid ", "a ").replace("a integer", "a whole number")
     )

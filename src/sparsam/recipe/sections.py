@@ -16,6 +16,7 @@ from torch import nn
 from sparsam.recipe.allocations import AnyAllocation
 from sparsam.recipe.density import AnyMethod, AnySchedule
 from sparsam.recipe.patterns import AnyPattern
+from sparsam.recipe.precision import AnyPrecision, PolicySection
 from sparsam.recipe.section import Strict, Typed
 from sparsam.recipe.sparsity import Sparsity
 from sparsam.schedules import Schedule, cosine, warm_up
@@ -65,9 +66,9 @@ AnyModel = Annotated[
     Discriminator(lambda value: "folder" if isinstance(value, str) else "gpt"),
 ]
 # names that pydantic puts into the place of an error, and that no reader has written
-TAGS = frozenset({"gpt", "folder"}).union(
+TAGS = frozenset({"gpt", "folder", "format"}).union(
     get_args(annotated)[1].tag
-    for union in (AnyPattern, AnyMethod, AnyAllocation, AnySchedule)
+    for union in (AnyPattern, AnyMethod, AnyAllocation, AnySchedule, AnyPrecision)
     for annotated in get_args(get_args(union)[0])
 )
 
@@ -137,21 +138,22 @@ class Recipe(Strict):
     data: Data = Data()
     sparsity: Sparsity | None = Sparsity()
     optimizer: AdamW = AdamW()
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: AnyPrecision = "bf16"
     training: TrainingSection = TrainingSection()
     twin: Literal["none", "sampled", "full"] = "full"
 
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _trains_in(cls, precision: object) -> object:
-        if precision in ("fp16", "fp8"):
-            raise ValueError(f"Sparsam does not train in {precision} yet; the usable precisions are bf16 and fp32")
-        return precision
-
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        if self.sparsity is None and self.twin != "none":
-            raise ValueError(f"twin {self.twin} needs sparsity, a dense run has no twin; set twin: none")
+        if self.sparsity is None and isinstance(self.precision, str) and self.twin != "none":
+            raise ValueError(
+                f"twin {self.twin} needs sparsity or a policy of precision, without them a run has no twin; "
+                "set twin: none"
+            )
+        if self.training.compile and isinstance(self.precision, PolicySection) and self.precision.switches:
+            raise ValueError(
+                f"precision {self.precision.type} compiles anew at every switch of a format; "
+                "set training.compile: false, or precision: bf16"
+            )
         if self.sparsity is not None:
             try:
                 self.sparsity.check(self.training.steps)
@@ -197,9 +199,14 @@ class Recipe(Strict):
         """Whether the model's weights come from a training before this one."""
         return isinstance(self.model, str)
 
+    @property
+    def format(self) -> str:
+        """The format whose timings decide how layers are stored."""
+        return self.precision if isinstance(self.precision, str) else "bf16"
+
     def dense(self) -> Recipe:
-        """The recipe of the dense twin: the same in everything but sparsity."""
-        return self.model_copy(update={"sparsity": None, "twin": "none"})
+        """The recipe of the dense twin: the same but for sparsity, and in plain bf16 where a policy decides."""
+        return self.model_copy(update={"sparsity": None, "twin": "none", "precision": self.format})
 
     def resolved(self) -> Recipe:
         """The same with absolute paths, so that a run can be taken up again from anywhere."""

@@ -178,7 +178,7 @@ class Sparsity(Strict):
             "storage": "masked" if self.starts_masked else self.storage,
             "profile": profile,
             "tokens": training.batch * training.context,
-            "format": recipe.precision,
+            "format": recipe.format,
             "if_slow": "compact" if asked else self.if_slow,  # there is no density yet to time it at
             "seed": training.seed,
         }

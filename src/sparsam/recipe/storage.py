@@ -101,7 +101,7 @@ def _decided(
     tokens = recipe.training.batch * recipe.training.context
     out_features, in_features = weight.dense_shape
     rows, cols = weight.pattern.rows, weight.pattern.cols
-    timing = profile.linear(tokens, in_features, out_features, rows, cols, row.density, recipe.precision)
+    timing = profile.linear(tokens, in_features, out_features, rows, cols, row.density, recipe.format)
     storage, product = "compact", "kernel"
     if timing.compact_ms < timing.dense_ms:
         reason = f"masked at first, then compact: {timing.dense_ms / timing.compact_ms:.1f}x faster than dense"

@@ -216,7 +216,6 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
 
 
-@torch.no_grad()
 def fixed_losses(model: nn.Module, corpus: Corpus, batch: int, context: int, count: int = 4) -> Callable[[], Tensor]:
     """Losses of `count` training batches that stay the same, each time they are asked for: what formats are tried on.
 
@@ -228,6 +227,7 @@ def fixed_losses(model: nn.Module, corpus: Corpus, batch: int, context: int, cou
     return lambda: torch.stack([loss_of(model, one).detach().float() for one in held])
 
 
+@torch.no_grad()
 def evaluate(
     model: nn.Module, batches: Iterable[Batch], forward: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> tuple[float, float]:
