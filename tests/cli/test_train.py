@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparsam import __version__, checkpoint
 from sparsam.tasks import language
@@ -328,19 +329,26 @@ def test_a_gradual_recipe_says_where_it_goes(sparsam, recipe):
         assert part in result.out, part
 
 
-@pytest.mark.parametrize(("speed", "width", "steps"), [(2e12, 512, 220), (1e11, 256, 180)])
-def test_the_demo_is_one_that_the_machine_gets_through(sparsam, monkeypatch, speed, width, steps):
-    """Without a recipe; a machine that multiplies slowly takes the small model and says so."""
+@pytest.mark.parametrize(
+    ("bf16", "fp32", "width", "steps", "format"),
+    [(2e12, 3e11, 512, 220, "bf16"), (1e11, 5e10, 256, 180, "bf16"), (1.6e11, 3e11, 256, 180, "fp32")],
+)
+def test_the_demo_is_one_that_the_machine_gets_through(sparsam, monkeypatch, bf16, fp32, width, steps, format):
+    """Without a recipe: the format that is fastest here, and where that is slow the small model."""
     chosen = []
 
     def stop(recipe, *_):
         chosen.append(recipe)
         raise ValueError("that will do")
 
-    monkeypatch.setattr("sparsam.measure.dense_flops_per_second", lambda: speed)
+    speeds = {torch.bfloat16: bf16, torch.float32: fp32}
+    monkeypatch.setattr("sparsam.measure.dense_flops_per_second", speeds.__getitem__)
     monkeypatch.setattr("sparsam.cli.train._train", stop)
     result = sparsam("train", "--out", "run")
     assert result.err == "error that will do\n"
     [recipe] = chosen
-    assert (recipe.model.width, recipe.training.steps) == (width, steps)
-    assert ("multiplies bf16 at 100 GFLOP/s: the demo takes a model of width 256" in result.out) == (width == 256)
+    assert (recipe.model.width, recipe.training.steps, recipe.precision) == (width, steps, format)
+    said = f"multiplies {format} fastest, at {max(bf16, fp32) / 1e9:.0f} GFLOP/s"
+    assert (said in result.out) == (width == 256)
+    assert sparsam("train", "--out", "run", "--set", "precision=bf16").err == "error that will do\n"
+    assert chosen[1].precision == "bf16"
