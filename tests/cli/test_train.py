@@ -350,5 +350,5 @@ def test_the_demo_is_one_that_the_machine_gets_through(sparsam, monkeypatch, bf1
     assert (recipe.model.width, recipe.training.steps, recipe.precision) == (width, steps, format)
     said = f"multiplies {format} fastest, at {max(bf16, fp32) / 1e9:.0f} GFLOP/s"
     assert (said in result.out) == (width == 256)
-    assert sparsam("train", "--out", "run", "--set", "precision=bf16").err == "error that will do\n"
+    assert sparsam("train", "--out", "other", "--set", "precision=bf16").err == "error that will do\n"
     assert chosen[1].precision == "bf16"

@@ -31,8 +31,8 @@ from sparsam.twin import TwinProcess
 __all__ = ["train"]
 
 _SPARSE, _DENSE, _TWIN = "sparse", "dense", "dense twin"
-# Two cores with AMX reach 1000e9 and more in bf16, with AVX-512 alone 170e9 and in fp32 310e9: the usual demo would take a
-# quarter of an hour.
+# Two cores with AMX reach 1000e9 and more in bf16; with AVX-512 alone 170e9, and 310e9 in fp32: there the usual demo
+# would take a quarter of an hour.
 _SLOW_FLOPS_PER_SECOND = 450e9
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from sparsam.kernels.format_linear import format_linear
 from sparsam.kernels.formats import Products
 
-__all__ = ["FormatLinear", "format_layers", "multiplies_blocks", "restore_layers"]
+__all__ = ["FormatLinear", "compiled_around", "format_layers", "multiplies_blocks", "restore_layers"]
 
 
 class FormatLinear(nn.Linear):
@@ -25,8 +26,10 @@ class FormatLinear(nn.Linear):
 
     formats: Products | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if self.formats is None else format_linear(x, self.weight, self.bias, self.formats)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # named as nn.Linear's, some call it by name
+        if self.formats is None:
+            return super().forward(input)
+        return format_linear(input, self.weight, self.bias, self.formats)
 
 
 def format_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -42,6 +45,16 @@ def format_layers(model: nn.Module) -> dict[str, nn.Module]:
         if hasattr(type(module), "formats"):
             found[name] = module
     return found
+
+
+def compiled_around(model: nn.Module, layers: Iterable[str]) -> str | None:
+    """A compiled module, by name, with one of these layers in it: it was traced with the hooks of that time."""
+    compiled = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+    ]
+    return next((name for name in compiled if any(f"{layer}.".startswith(f"{name}." if name else "") for layer in layers)), None)
 
 
 def restore_layers(layers: Iterable[nn.Module]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sparsam.precision.gradients import gradient_norm, gradient_values
 from sparsam.session import Part, Session
 
 __all__ = ["LossScaler"]
@@ -78,8 +79,7 @@ class LossScaler(Part):
         return self.scale
 
     def accepts_step(self) -> bool:
-        gradients = [_values(parameter.grad) for _, parameter in self._trained() if parameter.grad is not None]
-        finite = not gradients or math.isfinite(torch.nn.utils.get_total_norm(gradients, math.inf))
+        finite = math.isfinite(gradient_norm((parameter for _, parameter in self._trained()), math.inf))
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             device = next(self.session.model.parameters()).device
             agreed = torch.tensor(float(finite), device=device)
@@ -129,11 +129,6 @@ class LossScaler(Part):
 
     def _first_bad(self) -> str:
         for name, parameter in self._trained():
-            if parameter.grad is not None and not bool(_values(parameter.grad).isfinite().all()):
+            if parameter.grad is not None and not bool(gradient_values(parameter.grad).isfinite().all()):
                 return f"some that are not in {name}"
         return "some that are not on another rank"
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient; those of a sparse one added up where they meet, for only the sum may overflow."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -43,12 +43,11 @@ class Snapshot:
         return sum(one.nbytes for one in [*self.model.values(), *moments] if isinstance(one, torch.Tensor))
 
     def restore(self, session: Session) -> None:
-        """Puts weights, buffers and moments back. Counted steps stay counted, and learning rates are those of now."""
-        rates = [group["lr"] for group in session.optimizer.param_groups]
+        """Puts weights, buffers and moments back. Counted steps stay counted; learning rates and all other settings of
+        the optimiser's groups are those of now."""
         session.model.load_state_dict(self.model)
-        session.optimizer.load_state_dict(copy.deepcopy(dict(self.optimizer)))
-        for group, rate in zip(session.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        moments = copy.deepcopy(self.optimizer["state"])
+        session.optimizer.load_state_dict({**session.optimizer.state_dict(), "state": moments})
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values, as checkpoints take them."""

@@ -109,6 +109,9 @@ def sample_product(
 class LossTrend:
     """Running mean and variance of a loss, with exponential weights that add up to one from the first step on.
 
+    A loss that leaps enters as one `LEAP` deviations above the mean, so that a burst does not hide those that come
+    after it; a loss that stays high is soon the mean, for every leap widens the deviation.
+
     Attributes:
         mean: of the losses seen.
         variance: around it.
@@ -122,6 +125,7 @@ class LossTrend:
     WINDOW = 100  # losses that the weights reach back over
     ENOUGH = 20  # losses before a score says anything
     LEAST_DEVIATION = 1e-3  # of the mean: a loss that hardly moves has no spikes
+    LEAP = 6.0  # deviations above the mean
 
     def seen(self, loss: float) -> LossTrend:
         """The trend with one more loss; a loss that is not finite changes nothing."""
@@ -130,6 +134,8 @@ class LossTrend:
         keep = 1 - 1 / self.WINDOW
         weight = (1 - keep) / (1 - keep ** (self.count + 1))
         off = loss - self.mean
+        if self.score(loss) > self.LEAP:
+            off = self.LEAP * self._deviation
         return LossTrend(self.mean + weight * off, (1 - weight) * (self.variance + weight * off**2), self.count + 1)
 
     def score(self, loss: float) -> float:
@@ -139,8 +145,12 @@ class LossTrend:
         """
         if not math.isfinite(loss):
             return math.inf
-        deviation = max(math.sqrt(self.variance), self.LEAST_DEVIATION * abs(self.mean))
+        deviation = self._deviation
         return (loss - self.mean) / deviation if self.count >= self.ENOUGH and deviation > 0 else 0.0
+
+    @property
+    def _deviation(self) -> float:
+        return max(math.sqrt(self.variance), self.LEAST_DEVIATION * abs(self.mean))
 
 
 class _Rounded(NamedTuple):
