@@ -39,6 +39,7 @@ BATCH, TOKENS = 16, 256
 GRID = (7e-4, 1.5e-3, 3e-3)
 LIMITS = (2e-4, 2e-2)  # of rates by which the grid grows where the best one lies at its edge
 WIDTHS = {256: 6, 384: 6, 768: 6, 1024: 4}  # dense models to choose the best from, width -> layers
+WARM_UP = 0.1  # of the time; with a fiftieth, some ten steps, low rates won for want of a warm-up
 SMOOTH = 3  # evaluations in the running mean
 TURN_SECONDS = 5.0
 
@@ -107,9 +108,9 @@ class Run:
             self._compile_before_the_clock()
 
     def rate(self, step: int) -> float:
-        """Warm-up over 2 % of the time, cosine to a tenth at `decay_by`."""
+        """Warm-up over a tenth of the time, cosine to a tenth at `decay_by`."""
         progress = self.progress / self.contender.decay_by
-        warm = min(1.0, (self.progress + 1e-3) / 0.02)
+        warm = min(1.0, (self.progress + 1e-3) / WARM_UP)
         return warm * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, progress))) / 2)
 
     def fraction(self, step: int) -> float:
