@@ -8,11 +8,11 @@ turn), over the second half of the run, when the policy has settled; what its wa
 the final held-out loss (text) or accuracy (MiniLM) against fp32's, in percent, with the upper 95 % bound over paired
 seeds. The overhead of statistics is (median step with samples - median step without) / every, as a share of a step.
 
-The language model is the demo's byte GPT (`--width` makes it smaller); MiniLM is fine-tuned on Reuters R8, and the table
-is the protein homology one of KDD 2004, 0.9 % positive, by whose average precision an MLP is judged (both: `make data`).
+The language model is the demo's byte GPT (`--width` makes it smaller); MiniLM is fine-tuned on Reuters R8; the table is
+the protein homology one of KDD 2004, 0.9 % positive, where an MLP is judged by average precision (both: `make data`).
 
-`--kinds` may also name "int8 sparse" and "fp8 sparse": all products of the sparse layers in that format, simulated, held
-against "bf16 sparse". Their times say nothing.
+`--kinds` may also name "int8 sparse" and "fp8 sparse": all products of the sparse layers in that format, simulated,
+held against "bf16 sparse". Their times say nothing.
 """
 
 from __future__ import annotations
