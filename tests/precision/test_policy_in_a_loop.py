@@ -394,6 +394,7 @@ assert set(states[0].values()) != {"fp32"}, states
 assert session.applied_steps == 11
 trends = gathered(precision._trend.mean)
 assert trends[0] == trends[1]
+dist.destroy_process_group()
 """,
         tmp_path,
     )

@@ -187,6 +187,14 @@ def test_a_spike_scores_high_and_a_new_loss_low():
     assert trend_of([0.0] * 50).score(1.0) == 0
 
 
+def test_a_burst_does_not_hide_the_next_and_a_new_level_is_soon_the_mean():
+    calm = (2 + 0.1 * gaussian(50)).tolist()
+    assert trend_of([*calm, *[1e8] * 4, *calm[:20]]).score(4.0) > 6
+    risen = trend_of([*calm, *[20.0] * 100])
+    assert risen.score(20.0) < 1
+    assert risen.mean < 20
+
+
 @pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
 def test_a_loss_that_is_not_finite_never_enters(loss):
     trend = trend_of([1.0, 2.0])

@@ -27,7 +27,8 @@ class Adaptive(Policy):
 
     A unit is lowered to the first candidate that is faster, once `clean_samples` samples in a row were clean and, where
     the loop can compute a loss, a probe on the same batches allows all units that are to be lowered together; if not,
-    halves are tried, so that the innocent go down. Without a probe nothing goes below 16 bits.
+    halves are tried, so that the innocent go down. Without a probe nothing goes below 16 bits. A loss tells of forward
+    products alone; gradients go by their samples.
 
     A unit is raised at once, to the format it came from, when its sample shows a `fault`; all below 16 bits when the
     step was not finite; those lowered within `trial_steps` when the loss leaps. Each raise doubles the wait before the

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 from sparsam.kernels.format_linear import format_linear
 from sparsam.kernels.formats import Products
@@ -48,13 +47,13 @@ def format_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compiled_around(model: nn.Module, layers: Iterable[str]) -> str | None:
-    """A compiled module, by name, with one of these layers in it: it was traced with the hooks of that time."""
+    """The name of a compiled module that one of these layers is, or is part of; None if there is none."""
     compiled = [
-        name
+        f"{name}." if name else ""
         for name, module in model.named_modules()
-        if isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+        if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
     ]
-    return next((name for name in compiled if any(f"{layer}.".startswith(f"{name}." if name else "") for layer in layers)), None)
+    return next((name for layer in layers for name in compiled if f"{layer}.".startswith(name)), None)
 
 
 def restore_layers(layers: Iterable[nn.Module]) -> None:

@@ -9,17 +9,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparsam.kernels.formats import PRODUCTS, ProductFormat, Products, arithmetic, product_format
 from sparsam.measure.device_profile import DeviceProfile
-from sparsam.precision.layers import format_layers, multiplies_blocks, restore_layers
+from sparsam.precision.agreement import mean_over_ranks, of_rank_zero, on_all_ranks
+from sparsam.precision.gradients import gradient_norm
+from sparsam.precision.layers import compiled_around, format_layers, multiplies_blocks, restore_layers
 from sparsam.precision.policies import Evidence, Policy, UnitState
 from sparsam.precision.resolve import Resolved, requested, resolve
+from sparsam.precision.running import RunningStatistics
 from sparsam.precision.sampling import Sampler
 from sparsam.precision.snapshot import Snapshot
-from sparsam.precision.stats import LossTrend
+from sparsam.precision.stats import LossTrend, ProductSample
 from sparsam.precision.table import FormatRow, FormatTable
 from sparsam.session import Part, Session
 
@@ -46,6 +48,12 @@ class Precision(Part):
     follow autocast too. Formats change between steps, never within an accumulation window or between a forward pass
     and its recomputation.
 
+    With a policy no step is taken whose gradients, or their squares, are not finite, and batch norms forget its batch.
+    A gradient that overflows while a `LossScaler` scales the loss is that part's to answer for: policies do not hear of
+    it. In a loop that owns backward and clipping, both are the loop's own affair.
+
+    A compiled model works with a policy that does not sample; it is compiled again whenever formats change.
+
     Args:
         policy: "fp32", "bf16", or a `Policy`.
         simulate: allow formats that this device cannot multiply in: numbers are rounded as in the format, and times
@@ -60,7 +68,8 @@ class Precision(Part):
         switches: how many changes of format there were.
 
     Raises:
-        ValueError: another name; a format that this device lacks, without `simulate`.
+        ValueError: another name; when attached: a format that this device lacks, without `simulate`; a second part of
+            this kind; no linear layers; a compiled model and a policy that samples.
 
     Source: policies as in `Adaptive` and `Progressive`.
     """
@@ -88,75 +97,95 @@ class Precision(Part):
         self._layers: dict[str, torch.nn.Module] = {}
         self._snapshot: Snapshot | None = None
         self._trend = LossTrend()
+        self._scaled = False
         self._window: list[Tensor] = []  # losses of its micro-batches
 
     def attach(self, session: Session) -> None:
+        if sum(isinstance(part, Precision) for part in session.parts) > 1:
+            raise ValueError(
+                "precision: expected one Precision in a session, got several. Keep the one with the policy."
+            )
         self.session = session
         self.device = next(session.model.parameters()).device
         if self.policy is None:
             return
         requested(self.policy.lowest, self.device, self.simulate)  # refuses what the device lacks
         self._layers = format_layers(session.model)
+        self._sampler, self._running = Sampler(self._layers, self._wanted), RunningStatistics(session.model)
         try:
             if not self._layers:
                 raise ValueError(
                     "precision: expected a model with nn.Linear or SparseLinear layers, got none. "
                     'Use Precision("bf16"), which needs none.'
                 )
+            if self.policy.sample_every and (compiled := compiled_around(session.model, self._layers)) is not None:
+                raise ValueError(
+                    f"precision: expected a model that is not compiled, got {compiled or 'one that is'}: compiled code "
+                    "runs without the hooks that sample. Use Rules, Progressive or a name, or leave compile out."
+                )
             units = tuple(f"{layer}/{product}" for layer in self._layers for product in PRODUCTS)
-            self._sampler = Sampler(self._layers, self._wanted)
-            self._set(self.policy.start(units))
+            start = self.policy.start(units)
+            for unit, one in start.items():
+                for format in self.policy.reach(one):
+                    self._resolve(unit.rpartition("/")[0], format)  # refused now, not in the middle of the training
+            self._set(start)
         except BaseException:
             self.detach()
             raise
 
     def forward(self) -> contextlib.AbstractContextManager[object]:
-        stack = contextlib.ExitStack()
-        stack.enter_context(self._autocast())
-        every = 0 if self.policy is None else self.policy.sample_every
-        # the first micro-batch of a window; an evaluation has no gradients to look at
-        due = every and (self.session.applied_steps + 1) % every == 0 and torch.is_grad_enabled()
-        if due and not self._sampler.samples:
-            stack.enter_context(self._sampler.watching())
-        return stack
+        if self.policy is not None and torch.is_grad_enabled():  # an evaluation has no gradients to look at
+            self._running.keep()
+            every = self.policy.sample_every
+            if every and (self.session.applied_steps + 1) % every == 0:
+                self._sampler.watch()
+        return self._autocast()
 
     def after_loss(self, loss: Tensor) -> None:
         if self.policy is not None and self.policy.sample_every:
             self._window.append(loss)
 
+    def before_step(self) -> None:
+        self._scaled = any(part.loss_scale() != 1.0 for part in self.session.parts)
+
     def accepts_step(self) -> bool:
         if self.policy is None or self.session.clip is not None:  # clipping measures the norm anyway
             return True
-        gradients = [
-            parameter.grad
-            for group in self.session.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        return not gradients or bool(torch.nn.utils.get_total_norm(gradients).isfinite())
+        parameters = (parameter for group in self.session.optimizer.param_groups for parameter in group["params"])
+        fits = gradient_norm(parameters) ** 2 <= torch.finfo(torch.float32).max  # optimisers keep squares
+        return on_all_ranks(fits, self.device)
 
     def after_step(self, applied: bool) -> None:
         if self.policy is None:
             return
-        step = self.session.applied_steps
         losses, self._window = self._window, []
-        loss = _mean_over_ranks(torch.stack(losses).float().mean()) if losses else math.nan
-        finite = applied and (not losses or math.isfinite(loss))
-        samples, self._sampler.samples = self._sampler.samples, {}
+        loss = mean_over_ranks(torch.stack(losses).float().mean()) if losses else None
+        samples = self._sampler.take()
+        if applied:
+            self._running.forget()
+        else:
+            self._running.put_back()
+            if self._scaled and loss is not None and math.isfinite(loss):
+                return  # the scale was too high for the gradients; formats have no part in it
+        self._decide(loss, applied, samples)
+
+    def _decide(self, loss: float | None, applied: bool, samples: Mapping[str, Mapping[str, ProductSample]]) -> None:
+        """Asks the policy, and does what it says."""
+        assert self.policy is not None
         evidence = Evidence(
             samples=samples,
-            finite=finite,
-            loss_score=self._trend.score(loss) if losses else 0.0,
+            finite=applied and (loss is None or math.isfinite(loss)),
+            loss_score=0.0 if loss is None else self._trend.score(loss),
             gain=self._gain,
             probe=None if self.probe is None else self._gap,
         )
-        if losses:
+        if loss is not None:
             self._trend = self._trend.seen(loss)
-        decided = self.policy.decide(self.state, evidence, step)
+        decided = self.policy.decide(self.state, evidence, self.session.applied_steps)
         if samples:
-            decided = _of_rank_zero(decided)  # samples, gains and probes are each rank's own
+            decided = of_rank_zero(decided)  # samples, gains and probes are each rank's own
         raised = any(one.backoffs > self.state[unit].backoffs for unit, one in decided.items())
-        self._become(decided, tripped=raised and (not finite or evidence.loss_score > self.policy.spike))
+        self._become(decided, tripped=raised and (not evidence.finite or evidence.loss_score > self.policy.spike))
 
     def metrics(self) -> dict[str, float]:
         if self.policy is None:
@@ -208,6 +237,12 @@ class Precision(Part):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if bool(state) != (self.policy is not None):
+            kinds = ("one format", "a policy")
+            raise ValueError(
+                f"precision: expected the state of {kinds[self.policy is not None]}, got that of "
+                f"{kinds[bool(state)]}. Resume with the precision that was saved."
+            )
         if self.policy is None:
             return
         if state["units"].keys() != self.state.keys():
@@ -225,8 +260,10 @@ class Precision(Part):
         self._snapshot = None  # of another topology: it would bring back weights that are gone
 
     def detach(self) -> None:
+        if self._layers:  # of a policy
+            self._sampler.take()
         restore_layers(self._layers.values())
-        self._layers, self._snapshot = {}, None
+        self._layers, self._snapshot, self.state = {}, None, {}
 
     def _become(self, state: Mapping[str, UnitState], tripped: bool = False) -> None:
         """Takes over a decision: notes the switches, and keeps a snapshot while lower formats are on trial."""
@@ -276,13 +313,15 @@ class Precision(Part):
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def _wanted(self, unit: str) -> Sequence[ProductFormat]:
-        """The formats worth a look: those lower than now, and the one of now where it is low."""
+        """The formats worth a look: those lower than now if it may be lowered, and the one of now where it is low."""
         assert self.policy is not None
+        state = self.state[unit]
+        waits = state.pinned or self.session.applied_steps + 1 < state.wait
         now, blocks = self._actual(unit), multiplies_blocks(self._layers[unit.rpartition("/")[0]])
         lower = [
             one
             for one in self.policy.candidates
-            if one.bits < now.bits and (self.simulate or arithmetic(one, self.device, blocks) == "real")
+            if not waits and one.bits < now.bits and (self.simulate or arithmetic(one, self.device, blocks) == "real")
         ]
         return [*lower, now] if now.bits <= 16 else lower
 
@@ -310,9 +349,11 @@ class Precision(Part):
         """Upper 95 % bound of the relative gap in loss between the formats of now and these, on the same data."""
         before = self.state
         now = self._probed()
-        self._set({**before, **{unit: replace(before[unit], format=one.name) for unit, one in changes.items()}})
-        then = self._probed()
-        self._set(before)
+        try:
+            self._set({**before, **{unit: replace(before[unit], format=one.name) for unit, one in changes.items()}})
+            then = self._probed()
+        finally:
+            self._set(before)
         if not bool(then.isfinite().all()):
             return math.inf
         gaps = (then - now) / now.mean().abs().clamp(min=1e-12)
@@ -323,31 +364,13 @@ class Precision(Part):
     def _probed(self) -> Tensor:
         assert self.probe is not None
         training = {module: module.training for module in self.session.model.modules()}
+        fast = torch.backends.mha.get_fastpath_enabled()
         self.session.model.eval()  # a probe draws no dropout and moves no running mean
+        torch.backends.mha.set_fastpath_enabled(False)  # in which torch's transformer layers pass their linears by
         try:
-            with torch.random.fork_rng(devices=[]), self._autocast():
+            with torch.random.fork_rng([] if self.device.type == "cpu" else [self.device]), self._autocast():
                 return torch.as_tensor(self.probe()).detach().double().flatten()
         finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
             for module, mode in training.items():
                 module.training = mode
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _mean_over_ranks(loss: Tensor) -> float:
-    """Ranks see other batches and must still decide alike."""
-    if _ranks() == 1:
-        return float(loss)
-    total = loss.clone()
-    dist.all_reduce(total)
-    return float(total) / _ranks()
-
-
-def _of_rank_zero(state: Mapping[str, UnitState]) -> Mapping[str, UnitState]:
-    if _ranks() == 1:
-        return state
-    shared = [state]
-    dist.broadcast_object_list(shared)
-    return shared[0]

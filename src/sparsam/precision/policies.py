@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from sparsam.kernels.formats import ProductFormat
+from sparsam.kernels.formats import ProductFormat, product_format
 from sparsam.precision.stats import ProductSample
 
 __all__ = ["Evidence", "Policy", "UnitState"]
@@ -88,6 +88,10 @@ class Policy(ABC):
         Raises:
             ValueError: a rule matches no unit.
         """
+
+    def reach(self, one: UnitState) -> tuple[ProductFormat, ...]:
+        """The formats that a unit will have, from this state on, whatever is measured."""
+        return (product_format(one.format),)
 
     def decide(self, state: Mapping[str, UnitState], evidence: Evidence, step: int) -> Mapping[str, UnitState]:
         """The state after `step` applied steps. Asked after every step; the one here leaves everything as it is."""

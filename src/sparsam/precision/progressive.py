@@ -79,6 +79,9 @@ class Progressive(Policy):
         }
         return self.decide(state, Evidence(), 0)
 
+    def reach(self, one: UnitState) -> tuple[ProductFormat, ...]:
+        return super().reach(one) if one.pinned else (self.initial, self.final)
+
     def decide(self, state: Mapping[str, UnitState], evidence: Evidence, step: int) -> Mapping[str, UnitState]:
         order = conversion_order(tuple(unit for unit, one in state.items() if not one.pinned))
         # whole numbers: a quotient may come out a hair below the step at which it is due

@@ -20,16 +20,20 @@ class RunningStatistics:
             for name, buffer in module.named_buffers(recurse=False)
             if name in _NAMES
         ]
-        self._kept = [buffer.clone() for buffer in self._buffers]
+        self._kept: list[torch.Tensor] = []
 
-    @torch.no_grad()
     def keep(self) -> None:
-        """Takes the copy of now."""
-        for kept, buffer in zip(self._kept, self._buffers, strict=True):
-            kept.copy_(buffer)
+        """Takes a copy of now, unless one is kept."""
+        if not self._kept:
+            self._kept = [buffer.clone() for buffer in self._buffers]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Brings back what was kept last."""
-        for kept, buffer in zip(self._kept, self._buffers, strict=True):
+        """Brings back what was kept, if anything was, and forgets it."""
+        for kept, buffer in zip(self._kept, self._buffers, strict=False):
             buffer.copy_(kept)
+        self._kept = []
+
+    def forget(self) -> None:
+        """What was kept is not needed."""
+        self._kept = []

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from sparsam.precision.agreement import on_all_ranks
 from sparsam.precision.gradients import gradient_norm, gradient_values
 from sparsam.session import Part, Session
 
@@ -80,11 +80,7 @@ class LossScaler(Part):
 
     def accepts_step(self) -> bool:
         finite = math.isfinite(gradient_norm((parameter for _, parameter in self._trained()), math.inf))
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            device = next(self.session.model.parameters()).device
-            agreed = torch.tensor(float(finite), device=device)
-            dist.all_reduce(agreed, dist.ReduceOp.MIN)
-            finite = bool(agreed)
+        finite = on_all_ranks(finite, next(self.session.model.parameters()).device)
         self._refused = not finite
         return finite
 
