@@ -286,8 +286,8 @@ class Training:
         self._earlier_peak_bytes = state["run"]["peak_rss_bytes"]
         self._earlier_peak_is_whole = state["run"]["peak_is_whole"]
         checkpoint.set_rng_state(state["rng"])
-        if state["run"]["machine"] != self._machine:
-            then, now = state["run"]["machine"], self._machine
+        then, now = {"subnormals": "kept", **state["run"]["machine"]}, self._machine  # 0.1 kept them unasked
+        if then != now:
             changed = ", ".join(f"{name} {then[name]} then, {now[name]} now" for name in now if then[name] != now[name])
             notify(f"This goes on from step {step}, but not bit for bit: {changed}.")
         assert self.step == step, f"the checkpoint of step {step} holds the session of step {self.step}"
@@ -412,4 +412,5 @@ def _advance(twin: Twin, training: Training) -> None:
 
 def _decides_bits(threads: int) -> dict[str, Any]:
     """What must be the same for a resumed run to be the uninterrupted one bit for bit."""
-    return {"threads": threads, "kernels": backend(), "torch": torch.__version__}
+    subnormals = "flushed" if measure.are_flushed() else "kept"
+    return {"threads": threads, "kernels": backend(), "torch": torch.__version__, "subnormals": subnormals}

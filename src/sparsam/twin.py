@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsam.checkpoint import CheckpointError
+from sparsam.measure import flush_subnormals
 from sparsam.recipe import parse_recipe
 from sparsam.run import Run, RunError
 from sparsam.train import Interrupted, Progress, Training
@@ -99,6 +100,7 @@ class TwinProcess:
         return json.loads(line) if line.endswith("\n") else None
 
 
+@flush_subnormals()
 def main(folder: Path) -> int:
     """Trains the twin as far as it is told to on standard input.
 

@@ -76,6 +76,7 @@ def train(
         _train(chosen, run, task)
 
 
+@measure.flush_subnormals()
 def _demo() -> tuple[Path, list[str]]:
     """The recipe of the demo that this machine gets through in minutes, and the format that it multiplies fastest."""
     speeds = {
@@ -93,6 +94,7 @@ def _demo() -> tuple[Path, list[str]]:
     return default_recipe(small), [] if format == "bf16" else ["precision=fp32"]
 
 
+@measure.flush_subnormals()
 def _train(recipe: Recipe, run: Run, task: Task | None = None) -> None:
     screen = console()
     screen.print(f"[bold]sparsam[/] {__version__}\n")

@@ -9,6 +9,7 @@ from sparsam.measure.machine import allowed_cpus, describe, thread_allowance, th
 from sparsam.measure.memory import peak_rss_bytes, reset_peak_rss, training_bytes
 from sparsam.measure.product_profile import ProductPair, ProductProfile, ProductShape, ProductTime
 from sparsam.measure.speed import dense_flops_per_second
+from sparsam.measure.subnormals import are_flushed, flush_subnormals
 
 __all__ = [
     "DeviceProfile",
@@ -23,9 +24,11 @@ __all__ = [
     "StepFlops",
     "Timing",
     "allowed_cpus",
+    "are_flushed",
     "dense_flops_per_second",
     "describe",
     "estimated",
+    "flush_subnormals",
     "geometric_mean",
     "interleaved",
     "measured",
