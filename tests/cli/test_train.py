@@ -130,7 +130,10 @@ REFUSED = {
         "tiny.yaml: sparsity.densty: there is no such key; did you mean",
     ),
     "a glob that matches nothing": (["--set", "sparsity.exclude=[blocks.*.upp]"], "blocks.*.upp"),
-    "a precision that is not there": (["--set", "precision=fp16"], "the usable precisions are bf16 and fp32."),
+    "a precision that is not there": (
+        ["--set", "precision=fp16"],
+        "the usable precisions are bf16 and fp32, or a policy such as {type: adaptive}.",
+    ),
     "missing data": (["--data", "nowhere"], "nowhere: expected a text file or a folder of them, found nothing there."),
     "binary data": (["--data", "noise"], "noise: expected text in UTF-8, got a binary file."),
     "an empty text": (["--data", "empty"], "empty: expected text, the file is empty."),
