@@ -319,6 +319,40 @@ def test_a_layer_that_computes_in_its_own_way_follows_autocast():
         assert model[0](data(0)).dtype == torch.bfloat16
 
 
+def test_embeddings_give_sixteen_bits_as_soon_as_autocast_is_on_and_tables_stay():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(8, 16), nn.Linear(16, 4)
+
+        def forward(self, x):
+            self.seen = self.tokens(x).dtype
+            return self.head(self.tokens(x))
+
+    model = Model()
+    precision = sp.Precision(Scripted({1: {"": "bf16"}}))
+    session = session_of(model, precision)
+    for expected in (torch.float32, torch.bfloat16):
+        with session.forward():
+            loss = model(torch.arange(4)).square().mean()
+        assert model.seen == expected
+        session.backward(loss)
+        session.step()
+    assert model.tokens.weight.dtype == torch.float32
+    assert "embeddings" in str(precision.table())
+    session.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.arange(4))
+    assert model.seen == torch.float32
+
+
+def test_a_candidate_that_the_device_lacks_is_never_chosen_and_no_error():
+    model = mlp()
+    precision = sp.Precision(sp.Adaptive(candidates=(BF16, FP8), sample_every=1, clean_samples=1), profile=Always())
+    train(session_of(model, precision), 0, 4)
+    assert precision.metrics()["precision.bf16"] == 1
+
+
 def test_formats_that_the_device_lacks_are_refused_before_anything_is_changed():
     model = mlp()
     with pytest.raises(ValueError, match=r"fp8: this CPU has no fast fp8 product. Use bf16, or say simulate: true"):
@@ -394,7 +428,6 @@ assert set(states[0].values()) != {"fp32"}, states
 assert session.applied_steps == 11
 trends = gathered(precision._trend.mean)
 assert trends[0] == trends[1]
-dist.destroy_process_group()
 """,
         tmp_path,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsam.kernels.formats import PRODUCTS, ProductFormat, Products, arithmetic, product_format
 from sparsam.measure.device_profile import DeviceProfile
 from sparsam.precision.agreement import mean_over_ranks, of_rank_zero, on_all_ranks
+from sparsam.precision.embeddings import EmbeddingOutputs
 from sparsam.precision.gradients import gradient_norm
 from sparsam.precision.layers import compiled_around, format_layers, multiplies_blocks, restore_layers
 from sparsam.precision.policies import Evidence, Policy, UnitState
@@ -44,15 +45,9 @@ class Precision(Part):
 
     With a name, the forward pass runs under autocast, or not. With a policy, each of the three products of each linear
     layer has its own format, and everything else runs under autocast as soon as one forward product is of 16 bits or
-    fewer. Linear layers that compute in a way of their own (subclasses of nn.Linear, attention's own projections)
-    follow autocast too. Formats change between steps, never within an accumulation window or between a forward pass
-    and its recomputation.
-
-    With a policy no step is taken whose gradients, or their squares, are not finite, and batch norms forget its batch.
-    A gradient that overflows while a `LossScaler` scales the loss is that part's to answer for: policies do not hear of
-    it. In a loop that owns backward and clipping, both are the loop's own affair.
-
-    A compiled model works with a policy that does not sample; it is compiled again whenever formats change.
+    fewer: outputs of embeddings too, while norms and softmax compute in float32 inside. Linear layers that compute in a
+    way of their own (subclasses of nn.Linear, attention's own projections) follow autocast. Formats change between
+    steps, never within an accumulation window or between a forward pass and its recomputation.
 
     Args:
         policy: "fp32", "bf16", or a `Policy`.
@@ -95,6 +90,7 @@ class Precision(Part):
         self._new: list[Switch] = []
         self.state: Mapping[str, UnitState] = {}
         self._layers: dict[str, torch.nn.Module] = {}
+        self._embeddings: EmbeddingOutputs | None = None
         self._snapshot: Snapshot | None = None
         self._trend = LossTrend()
         self._scaled = False
@@ -109,9 +105,12 @@ class Precision(Part):
         self.device = next(session.model.parameters()).device
         if self.policy is None:
             return
-        requested(self.policy.lowest, self.device, self.simulate)  # refuses what the device lacks
+        # refuses what the device lacks; a candidate that it lacks is never chosen
+        sure = [one for one in self.policy.lowest if one not in self.policy.candidates]
+        requested(sure, self.device, self.simulate)
         self._layers = format_layers(session.model)
         self._sampler, self._running = Sampler(self._layers, self._wanted), RunningStatistics(session.model)
+        self._embeddings = EmbeddingOutputs(session.model)
         try:
             if not self._layers:
                 raise ValueError(
@@ -221,9 +220,10 @@ class Precision(Part):
         rest = "bf16" if low else "fp32"
         rows.append(FormatRow("everything else", rest, reason="autocast" if low else ""))
         if low:
-            rows.append(
-                FormatRow("norms, softmax, loss", "fp32", reason="float32 inside, stored as what they are given")
-            )
+            inside = "float32 inside, stored as what they are given"
+            rows.append(FormatRow("norms, softmax, loss", "fp32", reason=inside))
+            if self._embeddings is not None and self._embeddings.names:
+                rows.append(FormatRow("embeddings", rest, reason="their outputs; tables stay float32"))
         return FormatTable(tuple(rows))
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,13 +260,16 @@ class Precision(Part):
         self._snapshot = None  # of another topology: it would bring back weights that are gone
 
     def detach(self) -> None:
-        if self._layers:  # of a policy
+        if self._embeddings is not None:  # a policy was attached
             self._sampler.take()
+            self._embeddings.remove()
         restore_layers(self._layers.values())
-        self._layers, self._snapshot, self.state = {}, None, {}
+        self._layers, self._snapshot, self._embeddings, self.state = {}, None, None, {}
 
     def _become(self, state: Mapping[str, UnitState], tripped: bool = False) -> None:
         """Takes over a decision: notes the switches, and keeps a snapshot while lower formats are on trial."""
+        if state is self.state and self._snapshot is None:
+            return  # as most steps leave it
         step, before = self.session.applied_steps, {unit: self._actual(unit) for unit in self.state}
         trial = self.policy.trial_steps if self.policy is not None and self.keeps_snapshot else 0
         lowered = [unit for unit in state if product_format(state[unit].format).bits < before[unit].bits]
