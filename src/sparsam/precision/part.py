@@ -49,6 +49,12 @@ class Precision(Part):
     way of their own (subclasses of nn.Linear, attention's own projections) follow autocast. Formats change between
     steps, never within an accumulation window or between a forward pass and its recomputation.
 
+    With a policy no step is taken whose gradients, or their squares, are not finite, and batch norms forget its batch.
+    A gradient that overflows while a `LossScaler` scales the loss is that part's to answer for: policies do not hear of
+    it. In a loop that owns backward and clipping, both are the loop's own affair.
+
+    A compiled model works with a policy that does not sample; it is compiled again whenever formats change.
+
     Args:
         policy: "fp32", "bf16", or a `Policy`.
         simulate: allow formats that this device cannot multiply in: numbers are rounded as in the format, and times
