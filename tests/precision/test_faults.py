@@ -232,3 +232,22 @@ def test_sparse_gradients_are_looked_at_too():
     for factor, applied in ((1.0, True), (math.inf, False)):
         session.backward(model(torch.tensor([1, 1, 3])).mean() * factor)
         assert session.step() is applied
+
+
+FAULTS = {"burst": (burst, lambda step: 1.0), "small gradients": (untouched, small_gradients)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "factor"), FAULTS.values(), ids=FAULTS.keys())
+def test_what_a_fault_costs_a_model_with_many_optima_is_what_it_costs_in_float32(fault, factor):
+    """Forty steps with next to no gradient cost such a model 2 % of its loss in any format: it has trained for less."""
+
+    def at_the_end(fault, factor, policy):
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, WIDTH)]
+        return run(fault, factor, policy, model=nn.Sequential(*layers))[0]
+
+    costs = []
+    for policy in (policy_of(), sp.Rules(low="fp32")):
+        costs.append(at_the_end(fault, factor, policy) / at_the_end(untouched, lambda step: 1.0, policy))
+    assert costs[0] == pytest.approx(costs[1], abs=0.01)
