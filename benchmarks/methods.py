@@ -3,7 +3,7 @@
     python benchmarks/methods.py [--rows FILE] [--only time] [--tasks images] [--methods rigl gmp] [--json FILE]
 
 Images: an MLP, 784 -> 512 -> 512 -> 512 -> 10, on Fashion-MNIST, float32, SGD; quality is test accuracy. Text: a byte
-GPT of width 256 and 4 layers on Python's standard library, bf16, AdamW; quality is the loss on held-out files. Learning
+GPT of width 256 and 4 layers on Python's standard library, AdamW; quality is the loss on held-out files. Learning
 rates are the same for all and tuned for none, unlike those of time_to_quality.py.
 
 Equal time: the dense twin and all methods of one density and block size train in turns within one process, each for the
@@ -69,6 +69,7 @@ class Contender:
     steps: int | None
     heat: str
     seed: int
+    precision: str
 
     @property
     def key(self) -> str:
@@ -82,6 +83,7 @@ class Task(ABC):
     higher_is_better: bool
     single_below: float  # density at which single weights become compact
     clip: float | None = None
+    precision = "fp32"
 
     @abstractmethod
     def model(self) -> nn.Module: ...
@@ -156,8 +158,8 @@ class TextTask(Task):
     higher_is_better, single_below, clip = False, 0.0, 1.0
     batch, context = 16, 128
 
-    def __init__(self, windows: int, every: int) -> None:
-        self.corpus, self.windows, self.every = read_corpus(), windows, every
+    def __init__(self, windows: int, every: int, precision: str) -> None:
+        self.corpus, self.windows, self.every, self.precision = read_corpus(), windows, every, precision
 
     def model(self) -> nn.Module:
         return GPT(layers=4, width=256, heads=4, context=self.context)
@@ -178,12 +180,12 @@ class TextTask(Task):
         return min(1.0, (progress + 1e-3) / 0.05) * (0.05 + 0.95 * (1 + math.cos(math.pi * min(1.0, progress))) / 2)
 
     def quality(self, model: nn.Module) -> float:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
             held = validation_batches(self.corpus.validation, self.batch, self.context, self.windows)
             return statistics.fmean(float(loss_of(model, batch)) for batch in held)
 
     def parts(self) -> list[sp.Part]:
-        return [sp.Precision("bf16")]
+        return [sp.Precision(self.precision)]  # type: ignore[arg-type]
 
 
 class Run:
@@ -287,6 +289,7 @@ def main() -> None:
         only={"choices": ["time", "steps"], "default": None, "help": "one of the two comparisons"},
         image_seconds={"type": float, "default": 20.0, "help": "of the dense twin on images"},
         text_seconds={"type": float, "default": 60.0, "help": "of the dense twin on text"},
+        precision={"choices": ["bf16", "fp32"], "default": "bf16", "help": "of text; take what is faster for the twin"},
         seed={"type": int, "default": 0},
         data={"type": Path, "default": None, "help": "folder of the idx files"},
         rows={"type": Path, "default": None, "help": "finished runs, read and added to"},
@@ -295,6 +298,7 @@ def main() -> None:
         arguments.densities, arguments.blocks = [0.1], [16]
         arguments.image_seconds, arguments.text_seconds = 1.0, 1.5
     keep_heap()  # for all contenders alike
+    torch.set_flush_denormal(True)  # as `sparsam train` does
     rows = Rows(arguments.rows)
     found: list[dict[str, Any]] = []
     summary: dict[str, float | None] = {}
@@ -304,7 +308,7 @@ def main() -> None:
             tasks[name] = ImageTask(arguments.data, every=10 if arguments.quick else 100)
             seconds = arguments.image_seconds
         else:
-            tasks[name] = TextTask(*((8, 1) if arguments.quick else (256, 20)))
+            tasks[name] = TextTask(*((8, 1) if arguments.quick else (256, 20)), arguments.precision)
             seconds = arguments.text_seconds
         found += compare(name, tasks[name], seconds, arguments, rows)
     for name, task in tasks.items():
@@ -322,14 +326,17 @@ def compare(name: str, task: Task, seconds: float, arguments: argparse.Namespace
         for block, density in cells:
             heat = f"{density:g} in blocks of {block}"
             kinds = ["dense", *arguments.methods]
-            heats = [Contender(name, kind, density, block, seconds, None, heat, arguments.seed) for kind in kinds]
+            heats = [
+                Contender(name, kind, density, block, seconds, None, heat, arguments.seed, task.precision)
+                for kind in kinds
+            ]
             result += compete(heats, task, rows)
     if arguments.only != "time":
-        twin = Contender(name, "dense", 1.0, 1, seconds, None, "steps", arguments.seed)
+        twin = Contender(name, "dense", 1.0, 1, seconds, None, "steps", arguments.seed, task.precision)
         result += compete([twin], task, rows)
         steps = result[-1]["taken_steps"]
         for (block, density), kind in itertools.product(cells, arguments.methods):
-            one = Contender(name, kind, density, block, None, steps, "steps", arguments.seed)
+            one = Contender(name, kind, density, block, None, steps, "steps", arguments.seed, task.precision)
             result += compete([one], task, rows)
     return result
 
