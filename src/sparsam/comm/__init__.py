@@ -1,0 +1,1 @@
+"""What goes over the wire between the workers of one training."""
