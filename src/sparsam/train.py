@@ -179,6 +179,8 @@ class Training:
             return dict(known)
         training = self.recipe.training
         self._write_table()
+        simulated = self.precision.table().simulated
+        figure = measure.simulated if simulated else measure.measured
         figures = figures_of(
             self.run.records(),
             self.model,
@@ -187,11 +189,11 @@ class Training:
             # a sampled twin has taken some of the steps only
             self.operations if self.step == training.steps else None,
             self.table,
-            self.precision.table().simulated,
+            simulated,
         )
         if self.seconds:
-            figures["train_seconds"] = measure.measured(self.seconds, "s")
-        figures["peak_rss_bytes"] = measure.measured(max(self._earlier_peak_bytes, measure.peak_rss_bytes()), "B")
+            figures["train_seconds"] = figure(self.seconds, "s")
+        figures["peak_rss_bytes"] = figure(max(self._earlier_peak_bytes, measure.peak_rss_bytes()), "B")
         summary = {
             "steps": self.step,
             "figures": {name: figure.to_json() for name, figure in figures.items()},

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from sparsam import report
+from sparsam.report.claims import compare, notes
 from sparsam.report.figures import all_figures
 from sparsam.report.load import ReportError, load
 
@@ -73,3 +74,36 @@ def test_a_damaged_file_is_named(run_folder, content):
     (folder / "formats.json").write_text(content)
     with pytest.raises(ReportError, match=r"formats\.json: expected rows with arithmetic, forward, .*damaged"):
         load(folder)
+
+
+def simulated(folder):
+    content = json.loads((folder / "formats.json").read_text())
+    content["rows"][0] |= {"arithmetic": "simulated", "forward": "fp8"}
+    (folder / "formats.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_the_sentence_names_the_formats(switched):
+    assert "90 % sparse model (32x32 blocks), its products 50 % in bf16 and 50 % in fp32, trains 2.0" in str(
+        report.write(switched).sentence
+    )
+
+
+def test_formats_are_a_reason_to_be_faster_without_a_sparse_layer(run_folder, switched):
+    layers = json.loads((switched / "layers.json").read_text())
+    for layer in layers["rows"]:
+        layer |= {"storage": "dense", "density": 1.0, "units": 0}
+    (switched / "layers.json").write_text(json.dumps(layers | {"density": 1.0, "density_all": 1.0}))
+    rows = {row.name: row for row in compare(load(switched))}
+    assert rows["tokens_per_second"].gain.value == pytest.approx(2.0, rel=0.05)
+    assert rows["training_bytes"].gain is None
+
+
+def test_a_simulated_format_claims_nothing(switched):
+    run = load(simulated(switched))
+    assert all(row.gain is None for row in compare(run))
+    reasons = {row.why_not for row in compare(run) if row.dense is not None}
+    assert reasons == {"shown side by side", "simulated formats: no gain claimed"}
+    assert any("does not multiply in (simulated)" in note for note in notes(run))
+    said = report.write(switched).sentence
+    assert said.endswith("formats were simulated, so its speed says nothing and no gain is claimed.")

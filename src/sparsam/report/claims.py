@@ -19,6 +19,7 @@ __all__ = ["Comparison", "compare", "figure_of", "notes", "smoothed_losses", "sp
 Better = Literal["higher", "lower", "neither"]
 
 _QUALITY = frozenset({"validation_loss", "bits_per_byte", "accuracy"})
+_TIMES = frozenset({"tokens_per_second", "step_ms", "train_seconds", "time_to_twin"})
 _ON_PAPER = frozenset({"flops_per_step_on_paper", "training_flops_on_paper"})
 _TOPOLOGY = frozenset({"moved_share", "ever_active"})
 _ONCE_COMPACT = "tokens_per_second_compact"
@@ -107,7 +108,12 @@ def notes(run: RunData) -> list[str]:
             "The dense twin was sampled: it ran a few steps for its time and bytes."
             " Nothing is said about the quality it would have reached."
         )
-    if run.layers and not any(layer.storage == "compact" for layer in run.layers):
+    if run.simulated:
+        lines.append(
+            "Some products were rounded to formats that this machine does not multiply in (simulated):"
+            " their quality is that of the format, their time is not. No gain is claimed."
+        )
+    elif run.layers and not any(layer.storage == "compact" for layer in run.layers):
         if any(layer.storage == "masked" for layer in run.layers):
             lines.append(
                 "Masked storage keeps its zeros and multiplies them: fewer operations on paper, same time and bytes."
@@ -292,6 +298,10 @@ def _differs_on_paper(run: RunData, name: str) -> bool:
 def _why_not(run: RunData, name: str) -> str:
     if name in _QUALITY or name in _ON_PAPER or name == "packed_bytes":
         return "shown side by side"
+    if run.simulated:
+        return "simulated formats: no gain claimed"
+    if run.by_product and name in _TIMES and run.twin != "none":
+        return ""  # formats are a reason of their own to be faster
     if not any(layer.storage == "compact" for layer in run.layers):
         return "masked storage: no gain claimed" if any(layer.sparse for layer in run.layers) else "no sparse layer"
     if run.twin == "none":

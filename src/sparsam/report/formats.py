@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from sparsam.report.load import RunData
 
-__all__ = ["PRODUCTS", "formats_over_steps"]
+__all__ = ["PRODUCTS", "formats_over_steps", "height"]
 
 PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 # From wide to narrow; what is narrower is darker.
@@ -63,10 +63,16 @@ def formats_over_steps(run: RunData) -> go.Figure | None:
     figure.update_layout(
         xaxis={"title": "step"},
         yaxis={"autorange": "reversed", "automargin": True},
-        height=min(1200, 160 + 14 * len(names)),
+        height=height(run),
         margin={"l": 10, "r": 10, "t": 10, "b": 40},
     )
     return figure
+
+
+def height(run: RunData) -> int:
+    """Pixels that the picture takes: a line for each product, as far as there is room."""
+    products = len(PRODUCTS) * sum(bool(row["weight_gradient"]) for row in run.formats)
+    return min(1200, 160 + 14 * products)
 
 
 def _steps(colours: list[str]) -> list[tuple[float, str]]:

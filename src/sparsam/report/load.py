@@ -98,6 +98,11 @@ class RunData:
         """Whether a policy gives each product a format of its own."""
         return any(row["weight_gradient"] for row in self.formats)
 
+    @property
+    def simulated(self) -> bool:
+        """Whether a format was only imitated: then no time of the run says anything of it."""
+        return any(row["arithmetic"] == "simulated" for row in self.formats)
+
 
 def load(folder: Path) -> RunData:
     """Reads a run folder. What a run that was stopped early has not written yet is left empty.

@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from sparsam.report.claims import Comparison, sparsity
 from sparsam.report.figures import part_colour
-from sparsam.report.formats import PRODUCTS
+from sparsam.report.formats import PRODUCTS, height
 from sparsam.report.load import RunData
 from sparsam.report.tables import COMPARISON_HEAD, LAYER_HEAD, comparison_rows, layer_rows, part_rows
 
@@ -213,7 +213,8 @@ def _formats_block(run: RunData) -> str:
     ]
     lead = "The formats at the end, and above them how they came about. A simulated one saves no time."
     head = ("layer", *(product.replace("_", " ") for product in PRODUCTS), "arithmetic", "why")
-    return _block("Number formats", lead, head, rows, _plot("formats", "Number formats", "plot"))
+    picture = _plot("formats", "Number formats").replace(" role=", f' style="height:{height(run)}px" role=')
+    return _block("Number formats", lead, head, rows, picture)
 
 
 def _layers_block(run: RunData) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from sparsam.measure.figure import Figure
 from sparsam.report.claims import Comparison, sparsity
+from sparsam.report.formats import PRODUCTS
 from sparsam.report.load import RunData
 
 __all__ = ["sentence"]
@@ -22,7 +23,7 @@ def sentence(run: RunData, comparisons: list[Comparison]) -> str:
         One sentence with a full stop.
     """
     rows = {row.name: row for row in comparisons}
-    subject = _subject(run)
+    subject = _subject(run) + _formats(run)
     speed = rows.get("tokens_per_second")
     if not any(row.gain for row in comparisons):
         return _without_claim(run, subject, rows)
@@ -46,6 +47,18 @@ def _subject(run: RunData) -> str:
         return "This model, dense again at the end of its training,"
     pattern = _pattern(run.recipe)
     return f"This {100 * share:.3g} % sparse model{f' ({pattern})' if pattern else ''}"
+
+
+def _formats(run: RunData) -> str:
+    """How many products ended in which format, where a policy decided."""
+    if not run.by_product:
+        return ""
+    formats = [row[product] for row in run.formats if row["weight_gradient"] for product in PRODUCTS]
+    shares = {name: formats.count(name) / len(formats) for name in dict.fromkeys(formats)}
+    if len(shares) == 1:
+        return f", its products in {formats[0]},"
+    parts = [f"{100 * share:.0f} % in {name}" for name, share in sorted(shares.items(), key=lambda one: -one[1])]
+    return f", its products {_join(parts)},"
 
 
 def _pattern(recipe: Mapping[str, object]) -> str:
@@ -92,6 +105,8 @@ def _without_claim(run: RunData, subject: str, rows: Mapping[str, Comparison]) -
         facts.append(f"reached a validation loss of {loss.sparse.value:.3f} {loss.sparse.unit}{beside}")
     if run.dense is None:
         reason = "no dense twin ran, so no saving is claimed"
+    elif run.simulated:
+        reason = "formats were simulated, so its speed says nothing and no gain is claimed"
     elif any(layer.storage == "masked" for layer in run.layers):
         reason = "it keeps and multiplies its zeros (masked storage), so no gain is claimed"
     else:
