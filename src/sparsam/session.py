@@ -105,7 +105,8 @@ class Session:
     Attributes:
         applied_steps: optimiser steps taken so far; what every schedule counts.
         divisor: what the gradients of the window were divided by before `before_step`, the loss scale included; a part
-            that gathers gradients of its own divides by it too.
+            that gathers gradients of its own divides by it too. In a backward: what they are to be divided by if it is
+            the window's last, from this rank's samples alone.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class Session:
             self._loss_scale = self._scale_of_parts()
         # scaled here and divided once in step(): a window cut short is then still an exact mean
         factor = self._loss_scale * (1.0 if single else weight)
+        self.divisor = self._loss_scale * self._samples + factor
         for part in self.parts:
             part.after_loss(loss.detach())
         if loss.requires_grad:

@@ -96,3 +96,69 @@ def test_d5_a_model_wrapped_in_ddp_is_refused(verb, tmp_path):
             getattr(sp, verb)(wrapped, *arguments)
     finally:
         dist.destroy_process_group()
+
+
+def test_d2_d6_d8_compressed_steps_that_are_skipped_unused_or_zero(tmp_path):
+    """An inf on rank 1 only skips the step on both. A head that is not used, a branch that is fully masked and an empty
+    tensor neither hang nor become NaN: no gradient stays none, zero stays zero. D3 is in comm/test_allreduce.py."""
+    on_two_ranks(
+        """
+from sparsam.comm.codecs import BF16, Int8Rows, TopK
+from sparsam.comm.part import Compression
+from sparsam.precision.scaler import LossScaler
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.unused, self.masked = nn.Linear(13, 40), nn.Linear(40, 9), nn.Linear(40, 9, bias=False)
+        self.head, self.norm = nn.Linear(40, 9), nn.LayerNorm(40)
+        self.empty = nn.Parameter(torch.zeros(5, 0))
+    def forward(self, x):
+        hidden = self.norm(torch.tanh(self.body(x)))
+        return self.head(hidden) + self.masked(hidden * 0.0) + self.empty.sum()
+
+for codec in (BF16(), Int8Rows(), TopK(0.05)):
+    torch.manual_seed(rank)
+    # a bucket or more for each layer, some of them all zero
+    model = DDP(Heads(), bucket_cap_mb=0.0005, find_unused_parameters=True)
+    compression, scaler = Compression(codec, "always"), LossScaler(initial=64.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    session = sp.Session(model, optimizer, [scaler, compression], clip=1.0)
+    residuals = lambda: {k: v.tolist() for k, v in compression.residuals.state_dict()["residuals"].items()}
+    start = weights(model.module)
+    for number in range(5):
+        x, broken = torch.randn(6, 13), number == 3
+        if broken and rank == 1:
+            x[2, 5] = float("inf")
+        before, scale = (weights(model), residuals()), scaler.scale
+        assert step(session, x) != broken
+        assert scaler.scale == scale / (2 if broken else 1)
+        assert not broken or (weights(model), residuals()) == before, codec
+        a, b = gathered((weights(model), scaler.scale))
+        assert a == b
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+    for name in ("unused.weight", "unused.bias", "masked.weight"):
+        assert weights(model.module)[name] == start[name], (codec, name)
+    assert weights(model.module)["body.weight"] != start["body.weight"]
+    assert model.module.unused.weight not in optimizer.state and model.module.masked.weight in optimizer.state
+""",
+        tmp_path,
+    )
+
+
+def test_d9_an_embedding_with_sparse_gradients_is_refused_by_name(tmp_path):
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import sparsam as sp
+    from sparsam.comm.codecs import Int8Rows
+    from sparsam.comm.part import Compression
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True)}))
+        with pytest.raises(ValueError, match="words: expected dense gradients under Compression, got an embedding"):
+            sp.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), [Compression(Int8Rows())])
+    finally:
+        dist.destroy_process_group()

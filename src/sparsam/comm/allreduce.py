@@ -1,0 +1,168 @@
+"""The mean of one tensor over the ranks of a process group, written by a codec. Blocks until it is there.
+
+    reduced = mean_over_ranks(gradient, Int8Rows())
+    reduced.mean             # bit for bit the same on all ranks
+    gradient - reduced.sent  # what this rank keeps for the next step, see residual.py
+
+For every codec the mean over ranks of `sent` is `mean` (up to float32, and to the sums of an additive 16-bit codec):
+what is not in `sent` is in nobody's mean, so feeding it back loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparsam.comm.codecs import Codec, Payload, TopK
+
+__all__ = ["Reduced", "mean_over_ranks", "ring_bytes"]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """What came of one reduction.
+
+    Attributes:
+        mean: float32 (n,), the same on all ranks; non-finite somewhere when a value of any rank was.
+        sent: float32 (n,), what this rank effectively told the others.
+        nbytes: bytes this rank sends to others, modelled: by formula of what was handed to the process group.
+    """
+
+    mean: Tensor
+    sent: Tensor
+    nbytes: int
+
+
+def mean_over_ranks(
+    x: Tensor,
+    codec: Codec,
+    group: dist.ProcessGroup | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    weights: Tensor | None = None,
+) -> Reduced:
+    """Averages over ranks.
+
+    Additive codecs go through one all-reduce of x / P in the payload's type. Values chosen by importance are gathered
+    by all and averaged. Everything else takes two steps: each rank averages one shard in float32 and writes it anew
+    for all.
+
+    Args:
+        x: float32 (n,), of equal n on all ranks; n may be 0 or less than the number of ranks. Left as it is.
+        codec: the same on all ranks.
+        group: None for all ranks.
+        sizes: of tensors that lie one after the other in x. Each is written by itself and all go in one message, so
+            that a tensor's mean does not depend on its neighbours. None: x is one tensor.
+        weights: (n,), for codecs with `reads_weights`.
+    """
+    sizes = [n for n in ([x.numel()] if sizes is None else sizes) if n]
+    if not sizes:  # on every rank, so nobody waits
+        return Reduced(x, x, 0)
+    if codec.additive:
+        return _summed(x, codec, group, weights)
+    if isinstance(codec, TopK) or codec.reads_weights:
+        return _gathered(x, codec, group, sizes, weights)
+    return _in_two_steps(x, codec, group, sizes)
+
+
+def ring_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that each rank of a ring all-reduce sends of a tensor of so many bytes."""
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+def _summed(x: Tensor, codec: Codec, group: dist.ProcessGroup | None, weights: Tensor | None) -> Reduced:
+    """One all-reduce of payloads. Sums of 16 bits round at each rank; that alone is nobody's, and is not fed back."""
+    ranks = dist.get_world_size(group)
+    # divided first: the sum of two 40000 is not a number of fp16
+    payload = codec.encode(x / ranks, weights=weights)
+    sent = x if codec.lossless else codec.decode(payload, x.numel()) * ranks
+    for tensor in payload.tensors:
+        dist.all_reduce(tensor, group=group)
+    return Reduced(codec.decode(payload, x.numel()), sent, ring_bytes(payload.nbytes, ranks))
+
+
+def _gathered(
+    x: Tensor, codec: Codec, group: dist.ProcessGroup | None, sizes: list[int], weights: Tensor | None
+) -> Reduced:
+    """Every rank gets every payload and adds them up in the same order."""
+    ranks = dist.get_world_size(group)
+    read = [None] * len(sizes) if weights is None else weights.split(sizes)
+    payloads = [codec.encode(part, weights=one) for part, one in zip(x.split(sizes), read, strict=True)]
+    mean = torch.zeros_like(x)
+    for others in _from_all(payloads, group):
+        mean.add_(_decoded(codec, others, sizes), alpha=1 / ranks)
+    return Reduced(mean, _decoded(codec, payloads, sizes), (ranks - 1) * _nbytes(payloads))
+
+
+def _in_two_steps(x: Tensor, codec: Codec, group: dist.ProcessGroup | None, sizes: list[int]) -> Reduced:
+    """All-to-all of shards, float32 mean of what they decode to, all-gather of that mean written anew.
+
+    There are two errors, and both are in `sent`: the worker's, x - decode(encode(x)), and the server's, made once for
+    all workers by the owner of a shard and therefore P times as large in the owner's own units.
+
+    Source: Tang et al. 2019, arXiv:1905.05957. Differs: the server's error joins the worker's residual.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    shards = [-(-n // ranks) for n in sizes]  # each rank owns one of each tensor
+    padded = [
+        torch.nn.functional.pad(part, (0, ranks * shard - len(part))).view(ranks, shard)
+        for part, shard in zip(x.split(sizes), shards, strict=True)
+    ]
+    payloads = [[codec.encode(part[owner]) for part in padded] for owner in range(ranks)]
+    written = torch.stack([_packed(one) for one in payloads])
+    received = torch.empty_like(written)
+    dist.all_to_all_single(received, written, group=group)
+
+    mean = x.new_zeros(sum(shards))
+    for row in received:
+        # divided before it is added: finite values stay finite
+        mean.add_(_decoded(codec, _unpacked(row, payloads[0]), shards), alpha=1 / ranks)
+    answer = [codec.encode(part) for part in mean.split(shards)]
+    # of one's own shards too the copy that the others get, or replicas drift apart
+    means = [_decoded(codec, one, shards) for one in _from_all(answer, group)]
+
+    sent = [_decoded(codec, one, shards) for one in payloads]
+    sent[rank] = sent[rank] + ranks * (means[rank] - mean)
+    nbytes = (ranks - 1) * (_nbytes(payloads[0]) + _nbytes(answer))
+    return Reduced(_whole(means, shards, sizes), _whole(sent, shards, sizes), nbytes)
+
+
+def _whole(rows: list[Tensor], shards: list[int], sizes: list[int]) -> Tensor:
+    """Tensors one after the other, from the shards of all of them by owner."""
+    parts = torch.stack(rows).split(shards, 1)
+    return torch.cat([part.reshape(-1)[:n] for part, n in zip(parts, sizes, strict=True)])
+
+
+def _decoded(codec: Codec, payloads: list[Payload], sizes: list[int]) -> Tensor:
+    return torch.cat([codec.decode(payload, n) for payload, n in zip(payloads, sizes, strict=True)])
+
+
+def _from_all(payloads: list[Payload], group: dist.ProcessGroup | None) -> Iterator[list[Payload]]:
+    """The payloads of each rank, in their order."""
+    own = _packed(payloads)
+    received = own.new_empty(dist.get_world_size(group) * len(own))
+    dist.all_gather_single(received, own, group=group)
+    return (_unpacked(row, payloads) for row in received.view(-1, len(own)))
+
+
+def _packed(payloads: list[Payload]) -> Tensor:
+    """uint8 (nbytes,): one message whatever payloads are made of, and no backend knows all types."""
+    return torch.cat([tensor.flatten().view(torch.uint8) for payload in payloads for tensor in payload.tensors])
+
+
+def _unpacked(packed: Tensor, like: list[Payload]) -> list[Payload]:
+    """Payloads of the same types and shapes as others of as many values."""
+    parts = iter(packed.split([tensor.nbytes for payload in like for tensor in payload.tensors]))
+    # cloned: a view of wider numbers must begin at a multiple of their size
+    return [
+        Payload(tuple(next(parts).clone().view(tensor.dtype).view(tensor.shape) for tensor in payload.tensors))
+        for payload in like
+    ]
+
+
+def _nbytes(payloads: list[Payload]) -> int:
+    return sum(payload.nbytes for payload in payloads)
