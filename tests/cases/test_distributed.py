@@ -100,7 +100,8 @@ def test_d5_a_model_wrapped_in_ddp_is_refused(verb, tmp_path):
 
 def test_d2_d6_d8_compressed_steps_that_are_skipped_unused_or_zero(tmp_path):
     """An inf on rank 1 only skips the step on both. A head that is not used, a branch that is fully masked and an empty
-    tensor neither hang nor become NaN: no gradient stays none, zero stays zero. D3 is in comm/test_allreduce.py."""
+    tensor neither hang nor become NaN: no gradient stays none, zero stays zero. D3 is in
+    comm/test_allreduce.py, D7 in comm/test_ddp.py."""
     on_two_ranks(
         """
 from sparsam.comm.codecs import BF16, Int8Rows, TopK

@@ -235,6 +235,13 @@ for codec in (Int8Rows(16), TopK(0.2, "taylor")):
             a, b = gathered((hashes(model), weights(model)))
             assert a == b
 
+# a group of the user's is used and left
+group, groups = dist.new_group(), len(dist.distributed_c10d._world.pg_map)
+session = made([Compression(Int8Rows(16), "always", group)])
+assert step(session, batch()) and len(dist.distributed_c10d._world.pg_map) == groups
+session.detach()
+assert len(dist.distributed_c10d._world.pg_map) == groups and dist.get_world_size(group) == 2
+
 # a model that lives on a part of the ranks
 alone = dist.new_group([rank], use_local_synchronization=True)
 torch.manual_seed(rank)
@@ -301,6 +308,12 @@ def _session(model: nn.Module, compression: Compression) -> sp.Session:
 def test_models_that_are_refused(model, message, one_rank):
     with pytest.raises(ValueError, match=message):
         _session(DistributedDataParallel(model), Compression(Int8Rows()))
+
+
+def test_parameters_that_ddp_ignores_are_ignored(one_rank):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))
+    model._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias"]
+    _session(DistributedDataParallel(model), Compression(Int8Rows(), "always")).detach()
 
 
 def test_a_model_without_ddp_is_refused():

@@ -61,7 +61,9 @@ class Exchange:
     def __init__(self, model: DistributedDataParallel) -> None:
         _refuse_sparse_gradients(model.module)
         self.names: dict[Tensor, str] = {
-            parameter: name for name, parameter in model.module.named_parameters() if parameter.requires_grad
+            parameter: name
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
         }
         for parameter, name in self.names.items():
             if parameter.dtype not in _AT_MOST_32_BITS or parameter.device.type != "cpu":
@@ -97,8 +99,10 @@ class Exchange:
             codec: how gradients are written.
             residuals: of this rank.
             divisor: what this window's gradients will be divided by, asked in the backward. Residuals are kept in
-                units of gradients that are so divided, so that they follow a loss scale that changes.
-            group: of the exchange alone; None makes one.
+                units of gradients that are so divided, so that they follow a loss scale that changes. Each rank has
+                its own; where their ratio changes from window to window, so does what a residual counts for.
+            group: of the exchange alone; None makes one. One that is given is never closed: when a rank fails the
+                others wait for its timeout.
         """
         self._worker = _Worker(self, codec, residuals, group)
         self._divisor = divisor
