@@ -1,6 +1,8 @@
 """Sparsam trains PyTorch models on less: public names and nothing else."""
 
 from sparsam import formats
+from sparsam.comm import codecs
+from sparsam.comm.part import Compression
 from sparsam.precision.adaptive import Adaptive
 from sparsam.precision.part import Precision
 from sparsam.precision.policies import Policy
@@ -49,6 +51,7 @@ __all__ = [
     "Adaptive",
     "BF16Weights",
     "Block",
+    "Compression",
     "DropGrow",
     "LayerRow",
     "LayerView",
@@ -76,6 +79,7 @@ __all__ = [
     "accumulates",
     "apply_topology",
     "by_sensitivity",
+    "codecs",
     "compact",
     "constant",
     "cosine",
