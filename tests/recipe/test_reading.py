@@ -326,5 +326,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_the_page_lists_every_key_with_its_default():
     page = (Path(__file__).parents[2] / "docs" / "recipe.md").read_text()
-    [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    text, *others = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert yaml.safe_load(text) == yaml.safe_load(parse_recipe("version: 1").yaml())
+    for other in others:
+        parse_recipe(f"version: 1\n{other}")
