@@ -292,19 +292,14 @@ def summarise(rows: list[dict[str, Any]], tasks: list[str]) -> dict[str, float |
     summary: dict[str, float | None] = {}
     for task in tasks:
         runs = {(row["kind"], row["seed"]): row for row in rows if row["task"] == task}
-        seeds = sorted({seed for _, seed in runs})
         for ours, theirs, name in (
             ("policy", "fp32", f"{task}_vs_fp32"),
             ("policy", "bf16", f"{task}_vs_bf16"),
             ("policy sparse", "fp32", f"{task}_sparse_vs_fp32"),
             ("policy sparse", "bf16 sparse", f"{task}_sparse_vs_bf16_sparse"),
         ):
-            pairs = [
-                (runs[ours, seed], runs[theirs, seed])
-                for seed in seeds
-                if {(ours, seed), (theirs, seed)} <= runs.keys()
-            ]
-            summary[name] = statistics.fmean(faster(one, other) for one, other in pairs) if pairs else None
+            ratios = [faster(one, other) for one, other in pairs(runs, ours, theirs)]
+            summary[name] = statistics.fmean(ratios) if ratios else None
         higher = TASKS[task].higher_is_better
         for ours, theirs, name in (
             ("policy", "fp32", f"{task}_gap_percent"),
@@ -312,11 +307,7 @@ def summarise(rows: list[dict[str, Any]], tasks: list[str]) -> dict[str, float |
             ("int8 sparse", "bf16 sparse", f"{task}_simulated_int8_gap_percent"),
             ("fp8 sparse", "bf16 sparse", f"{task}_simulated_fp8_gap_percent"),
         ):
-            gaps = [
-                gap(runs[ours, seed]["quality"], runs[theirs, seed]["quality"], higher)
-                for seed in seeds
-                if {(ours, seed), (theirs, seed)} <= runs.keys()
-            ]
+            gaps = [gap(one["quality"], other["quality"], higher) for one, other in pairs(runs, ours, theirs)]
             summary[name] = bound(gaps)
             summary[f"{name}_mean"] = statistics.fmean(gaps) if gaps else None
     overheads = [overhead(row) for row in rows if row["kind"] == "policy"]
@@ -324,10 +315,15 @@ def summarise(rows: list[dict[str, Any]], tasks: list[str]) -> dict[str, float |
     return summary
 
 
+def pairs(runs: dict[tuple[str, int], dict[str, Any]], ours: str, theirs: str) -> list[tuple[dict[str, Any], ...]]:
+    """Rows of two kinds, side by side for each seed that both have."""
+    return [(row, runs[theirs, seed]) for (kind, seed), row in runs.items() if kind == ours and (theirs, seed) in runs]
+
+
 def faster(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Median over the settled turns of the other's time over this one's."""
-    pairs = list(zip(one["milliseconds"], other["milliseconds"], strict=True))
-    return statistics.median(theirs / ours for ours, theirs in pairs[len(pairs) // 2 :])
+    steps = list(zip(one["milliseconds"], other["milliseconds"], strict=True))
+    return statistics.median(theirs / ours for ours, theirs in steps[len(steps) // 2 :])
 
 
 def gap(ours: float, theirs: float, higher_is_better: bool) -> float:

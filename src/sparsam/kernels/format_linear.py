@@ -131,16 +131,14 @@ class _Linear(torch.autograd.Function):
         refuse_second_order("format_linear", _SECOND_ORDER)
         x, weight = ctx.saved_tensors
         grad = as_rows(grads[0])
-        dx = dweight = dbias = None
+        dx = dweight = None
         if ctx.needs_input_grad[0]:
             how = ctx.products.input_gradient
             dx = product(grad, weight.mT, how.gradient, how.operand, dtype=x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
             how = ctx.products.weight_gradient
             dweight = product(grad.mT, as_rows(x).mT, how.gradient, how.operand, dtype=weight.dtype)
-        if ctx.needs_input_grad[2]:
-            dbias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dweight, dbias, None, None
+        return dx, dweight, _dbias(ctx, grad), None, None
 
 
 @torch.compiler.disable
@@ -187,14 +185,12 @@ class _BlockLinear(torch.autograd.Function):
         refuse_second_order("format_block_linear", _SECOND_ORDER)
         x, values, *addresses = ctx.saved_tensors
         index, grad, tokens = BlockIndex(*addresses), as_rows(grads[0]), as_rows(x)
-        dx = dvalues = dbias = dprobe = None
+        dx = dvalues = dprobe = None
         with no_autocast(x.device):
             if ctx.needs_input_grad[0]:
                 dx = _blocks_dx(grad, values, index, ctx.shape, ctx.products.input_gradient, x.dtype).view(x.shape)
             if ctx.needs_input_grad[1]:
                 dvalues = _blocks_dvalues(grad, tokens, values, index, ctx.shape, ctx.products.weight_gradient)
-            if ctx.needs_input_grad[2]:
-                dbias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
             if ctx.needs_input_grad[3]:
                 tokens = tokens.to(grad.dtype)  # as autocast had made it
                 if tuple(ctx.probe_shape) == ctx.shape:
@@ -202,7 +198,12 @@ class _BlockLinear(torch.autograd.Function):
                 else:
                     none = grad.new_empty(0)
                     dprobe = torch.ops.sparsam.block_scores(grad, tokens, values, none, *index, "none")
-        return dx, dvalues, dbias, dprobe, None, None, None, *(None,) * len(index)
+        return dx, dvalues, _dbias(ctx, grad), dprobe, None, None, None, *(None,) * len(index)
+
+
+def _dbias(ctx: Any, grad: Tensor) -> Tensor | None:
+    """A sum over tokens in float32, whatever the formats."""
+    return grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
 
 
 def _blocks_dx(
