@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, field_validator
+from pydantic import Discriminator, field_validator
+
+from sparsam.strict_yaml import Strict
 
 __all__ = ["Strict", "Typed", "typed"]
-
-
-class Strict(BaseModel):
-    """A section: no unknown keys, no silent conversions, no changes after reading."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Typed(Strict):
