@@ -101,6 +101,7 @@ class Session:
         accumulate: backwards in one window. `step` does nothing until the window is full.
         clip: largest global L2 norm of the gradients, or None.
         seed: of every random choice that parts make; with several ranks, rank 0's counts.
+        group: the ranks that train the same weights, where others train other layers (a pipeline); None: all ranks.
 
     Attributes:
         applied_steps: optimiser steps taken so far; what every schedule counts.
@@ -118,6 +119,7 @@ class Session:
         accumulate: int = 1,
         clip: float | None = None,
         seed: int = 0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate: expected at least 1 backward in a window, got {accumulate}.")
@@ -139,6 +141,7 @@ class Session:
         self.accumulate = accumulate
         self.clip = clip
         self.seed = _from_rank_zero(seed)
+        self.group = group
         self.applied_steps = 0
         self.divisor = 1.0
         self._backwards = 0

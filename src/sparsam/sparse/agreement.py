@@ -13,9 +13,9 @@ from sparsam.sparse.weights import SparseWeight
 __all__ = ["broadcast_topology", "compare_ranks", "ranks", "topology_hash"]
 
 
-def ranks() -> int:
-    """How many processes train together."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def ranks(group: dist.ProcessGroup | None = None) -> int:
+    """How many processes train the same weights; without a group, all of them."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def topology_hash(weights: Mapping[str, SparseWeight]) -> str:
@@ -26,16 +26,16 @@ def topology_hash(weights: Mapping[str, SparseWeight]) -> str:
     return digest.hexdigest()[:15]
 
 
-def broadcast_topology(weight: SparseWeight) -> None:
+def broadcast_topology(weight: SparseWeight, group: dist.ProcessGroup | None = None) -> None:
     """Overwrites a topology with rank 0's, where the weights come from too when a model is wrapped."""
     for buffer in weight.buffers:
         sent = buffer.to(torch.int32) if buffer.dtype == torch.bool else buffer.clone()
-        dist.broadcast(sent, src=0)
+        dist.broadcast(sent, group=group, group_src=0)
         buffer.copy_(sent)
     weight.buffers_changed()
 
 
-def compare_ranks(weights: Mapping[str, SparseWeight], step: int) -> None:
+def compare_ranks(weights: Mapping[str, SparseWeight], step: int, group: dist.ProcessGroup | None = None) -> None:
     """Stops all ranks when any layer's topology differs between them.
 
     Raises:
@@ -44,8 +44,8 @@ def compare_ranks(weights: Mapping[str, SparseWeight], step: int) -> None:
     own = [int(topology_hash({name: weight}), 16) for name, weight in weights.items()]
     device = next(iter(weights.values())).parameter.device
     hashes = torch.tensor(own, dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(hashes) for _ in range(ranks())]
-    dist.all_gather(gathered, hashes)
+    gathered = [torch.empty_like(hashes) for _ in range(ranks(group))]
+    dist.all_gather(gathered, hashes, group)
     for position, name in enumerate(weights):
         column = [int(one[position]) for one in gathered]
         differing = [rank for rank, value in enumerate(column) if value != column[0]]

@@ -31,6 +31,8 @@ class Method(ABC):
         needs_gradient: whether updates read the dense gradient of units that do not exist.
         accumulators: what its scores gather over steps.
         masked_only: why it needs masked storage, or nothing.
+        per_layer: whether each layer's next topology depends on that layer alone, so that layers may be on several
+            ranks.
         hidden_decay: None: an inactive weight is zero and nothing else. A number: behind its zero an inactive weight
             goes on training with the gradient of a dense one, pulled to zero by this share of itself at every step.
     """
@@ -38,6 +40,7 @@ class Method(ABC):
     needs_gradient: bool = False
     accumulators: tuple[Accumulator, ...] = ()
     masked_only: str = ""
+    per_layer: bool = False
     hidden_decay: float | None = None
 
     @abstractmethod
@@ -60,6 +63,8 @@ class DropGrow(Method):
         until: last step at which topologies change, or None.
         begin: updates come after this step.
     """
+
+    per_layer = True
 
     def __init__(
         self, drop: Score, grow: Score, every: int, fraction: Schedule, until: int | None = None, begin: int = 0
@@ -173,6 +178,7 @@ class Then(Method):
         self.first, self.second = first, second
         self.accumulators = first.accumulators + second.accumulators
         self.masked_only = first.masked_only or second.masked_only
+        self.per_layer = first.per_layer and second.per_layer
         self.needs_gradient = first.needs_gradient or second.needs_gradient
 
     def due(self, step: int) -> bool:

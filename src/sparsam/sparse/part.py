@@ -72,7 +72,12 @@ class SparseTraining(Part):
                 "Join their methods: SparseTraining(Then(first, second))."
             )
         weights = sparse_weights(session.model)
-        if not weights:
+        if session.group is not None and not self.method.per_layer:
+            raise ValueError(
+                "SparseTraining: expected a method that decides for each layer by itself, as the layers of a pipeline "
+                "are on several ranks; this one needs all of them. Use static(), set_() or rigl()."
+            )
+        if not weights and session.group is None:  # one stage of several may have none
             raise ValueError(
                 "SparseTraining: expected a model with sparse layers, got none. Call sparsify(model, ...) first."
             )
@@ -89,8 +94,8 @@ class SparseTraining(Part):
         self._weights = weights
         self._held = {name: weight.parameter for name, weight in weights.items()}
         for weight in weights.values():
-            if ranks() > 1:
-                broadcast_topology(weight)
+            if ranks(session.group) > 1:
+                broadcast_topology(weight, session.group)
             weight.hold(True)
             weight.keep_zeros()
         self._ever_active = {name: weight.topology.clone() for name, weight in weights.items()}
@@ -101,7 +106,7 @@ class SparseTraining(Part):
     def forward(self) -> Iterator[None]:
         self._foreign_loop = False
         if self._collects:
-            several = ranks() > 1 or self.session.accumulate > 1
+            several = ranks(self.session.group) > 1 or self.session.accumulate > 1
             for weight in self._trained():
                 exact = several or weight.shared
                 weight.open_probe(dense=self.growth == "dense" or (self.growth == "auto" and exact))
@@ -118,7 +123,7 @@ class SparseTraining(Part):
         # before the zeros are put back: the gradient of inactive units is what growth is about
         if self._collects:
             for weight in self._trained():
-                self._growth[weight.name] = _growth_scores(weight, weight.close_probe(), self.session.divisor)
+                self._growth[weight.name] = _growth_scores(weight, weight.close_probe(), self.session)
         for name, weight in self._weights.items():
             self._gathering.add(weight)
             if name in self._hidden.weights:
@@ -174,7 +179,7 @@ class SparseTraining(Part):
         return {
             "updates": self.updates,
             "moved_share": self.moved_share,
-            "topology": topology_hash(self._weights),
+            "topology": self._hashes(),
             "ever_active": {name: ever.clone() for name, ever in self._ever_active.items()},
             "accumulators": self._gathering.state_dict(),
             "hidden": self._hidden.state_dict(),
@@ -182,12 +187,15 @@ class SparseTraining(Part):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        found = topology_hash(self._weights)
-        if state["topology"] != found:
-            raise ValueError(
-                f"SparseTraining: expected a model with topology {state['topology']}, got {found}. "
-                "Load the model's state before the session's."
-            )
+        saved, found = state["topology"], self._hashes()
+        if isinstance(saved, str):  # states of 0.1 have one hash over all layers
+            saved, found = {"": saved}, {"": topology_hash(self._weights)}
+        for layer in saved.keys() | found.keys():
+            if saved.get(layer) != found.get(layer):
+                raise ValueError(
+                    f"{layer}: expected a model with topology {saved.get(layer)}, got {found.get(layer)}. "
+                    "Load the model's state before the session's."
+                )
         keeps = {name for kept in state.get("accumulators", {}).values() for name in kept}
         keeps -= set(self._gathering.accumulators)
         if state.get("hidden") and self.method.hidden_decay is None:
@@ -225,7 +233,10 @@ class SparseTraining(Part):
         """Share of all units that are True, each counted with its weights."""
         sizes = {name: math.prod(weight.shape) for name, weight in self._weights.items()}
         share = {name: int(one.sum()) / one.numel() for name, one in units.items()}
-        return sum(share[name] * size for name, size in sizes.items()) / sum(sizes.values())
+        return sum(share[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
+
+    def _hashes(self) -> dict[str, str]:
+        return {name: topology_hash({name: weight}) for name, weight in self._weights.items()}
 
     def _trained(self) -> list[SparseWeight]:
         return [weight for weight in self._weights.values() if weight.parameter.requires_grad]
@@ -274,8 +285,8 @@ class SparseTraining(Part):
                 self.session.rewired(event)
         self.updates += 1
         self.moved_share = moved / max(active, 1)
-        if ranks() > 1:
-            compare_ranks(self._weights, step)
+        if ranks(self.session.group) > 1:
+            compare_ranks(self._weights, step, self.session.group)
 
     def _decided(self, views: Mapping[str, LayerView], step: int) -> Mapping[str, torch.Tensor]:
         """What the method wants, checked: it may be somebody's own."""
@@ -312,15 +323,16 @@ def _entries(weight: SparseWeight, units: torch.Tensor) -> torch.Tensor:
     return weight.pattern.expand(units, weight.dense_shape).reshape(weight.shape)
 
 
-def _growth_scores(weight: SparseWeight, collected: torch.Tensor | None, divisor: float) -> torch.Tensor | None:
+def _growth_scores(weight: SparseWeight, collected: torch.Tensor | None, session: Session) -> torch.Tensor | None:
     """float32 grid of mean |dense gradient| from what a probe collected over a window."""
     if collected is None:
         return None
     if weight.probe_is_local:
-        if ranks() > 1:
+        several = ranks(session.group)
+        if several > 1:
             # signed first, absolute after
-            dist.all_reduce(collected)
-        collected = collected / (divisor * ranks())
+            dist.all_reduce(collected, group=session.group)
+        collected = collected / (session.divisor * several)
     if tuple(collected.shape) != weight.dense_shape:
         return collected
     return weight.pattern.reduce(collected.abs())

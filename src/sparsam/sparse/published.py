@@ -204,6 +204,8 @@ def _annealed(fraction: float, until: int | None, begin: int = 0) -> Schedule:
 
 
 class _Static(Method):
+    per_layer = True
+
     def due(self, step: int) -> bool:
         return False
 
@@ -215,6 +217,7 @@ class _StraightThrough(Method):
     """Every so many steps the largest of all weights are active, those behind zeros included."""
 
     masked_only = "inactive weights go on training behind their zeros"
+    per_layer = True
 
     def __init__(self, decay: float, every: int, until: int | None) -> None:
         if every < 1:
