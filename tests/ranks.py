@@ -1,4 +1,4 @@
-"""Runs a script on two gloo processes, for every test of what ranks must agree on."""
+"""Runs a script on two gloo processes or more, for every test of what ranks must agree on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 
-__all__ = ["on_two_ranks"]
+__all__ = ["on_ranks", "on_two_ranks"]
 
 HEAD = """
 import sys, warnings, torch, torch.distributed as dist, sparsam as sp
@@ -41,7 +41,7 @@ def step(session, x, samples=None, last=False):
 
 if __name__ == "__main__":
     rank = int(sys.argv[1])
-    dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=int(sys.argv[3]))
 """
 
 # gloo's threads may still hold tensors when the interpreter goes, which then aborts: it does not go
@@ -50,6 +50,11 @@ TAIL = ["dist.barrier()", "dist.destroy_process_group()", "import os", "sys.stdo
 
 def on_two_ranks(body: str, tmp_path) -> None:
     """Runs a script on two ranks; both must end well within a minute."""
+    on_ranks(2, body, tmp_path)
+
+
+def on_ranks(count: int, body: str, tmp_path) -> None:
+    """Runs a script on so many ranks; all must end well within a minute."""
     script = tmp_path / "ranks.py"
     script.write_text(HEAD + "".join(f"    {line}\n" for line in [*body.strip().splitlines(), *TAIL]))
     with socket.socket() as free:
@@ -57,16 +62,16 @@ def on_two_ranks(body: str, tmp_path) -> None:
         port = free.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), f"tcp://127.0.0.1:{port}"],
+            [sys.executable, str(script), str(rank), f"tcp://127.0.0.1:{port}", str(count)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
         output = [rank.communicate(timeout=60)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(output)
+    assert [rank.returncode for rank in ranks] == [0] * count, "\n".join(output)

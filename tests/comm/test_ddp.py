@@ -16,6 +16,7 @@ from sparsam.comm.part import Compression
 IMPORTS = """
 from sparsam.comm.codecs import BF16, Identity, Int8Rows, TopK
 from sparsam.comm.part import Compression
+AGREED = TopK(0.3, block=4, values=Int8Rows(16), agreed=True)
 def kept(compression):
     return compression.residuals.state_dict()["residuals"]
 """
@@ -80,7 +81,7 @@ def test_all_gradients_arrive_or_wait(tmp_path):
         SUMS
         + """
 from sparsam.precision.scaler import LossScaler
-for codec, tolerance in ((Identity(), 1e-6), (BF16(), 0.02), (Int8Rows(16), 1e-4), (TopK(0.3), 1e-4)):
+for codec, tolerance in ((Identity(), 1e-6), (BF16(), 0.02), (Int8Rows(16), 1e-4), (TopK(0.3), 1e-4), (AGREED, 1e-4)):
     for accumulate in (1, 2):
         scaler = LossScaler(initial=2.0**10, interval=2)
         run = Arrived(codec, [scaler], accumulate)
@@ -106,7 +107,7 @@ def test_unused_parameters_and_static_graphs(tmp_path):
     on_two_ranks(
         SUMS
         + """
-for codec in (Int8Rows(16), TopK(0.3)):
+for codec in (Int8Rows(16), TopK(0.3), AGREED):
     run = Arrived(codec, find_unused_parameters=True)
     for unused in ((), ("a",), ("a", "bias", "b"), ("c",) if rank else ("b",), (), ("empty", "one")):
         before, waiting = run.model.a.detach().clone(), kept(run.compression).get("a")
@@ -215,7 +216,7 @@ class Moved(sp.Part):
     events = ()
     def after_rewire(self, event):
         self.events = (*self.events, event)
-for codec in (Int8Rows(16), TopK(0.2, "taylor")):
+for codec in (Int8Rows(16), TopK(0.2, "taylor"), AGREED):
     for storage in ("compact", "masked"):
         for first in (True, False):
             torch.manual_seed(rank)
@@ -249,6 +250,17 @@ model = DDP(mlp(), process_group=alone)
 session = sp.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), [Compression(Int8Rows(), "always")])
 assert step(session, batch())
 assert session.metrics()["comm.bytes"] == 0
+
+# on a smaller group: attached again, and again
+part = dist.new_group([0, 1], use_local_synchronization=True)
+torch.manual_seed(0)
+model = DDP(mlp(), process_group=part, bucket_cap_mb=0.001)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for ranks_per_node in (None, 1, 2, None):
+    session = sp.Session(model, optimizer, [Compression(Int8Rows(16), "always", ranks_per_node=ranks_per_node)])
+    assert step(session, batch())
+    same_on_ranks(session)
+    session.detach()
 """,
         tmp_path,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from sparsam.comm.codecs import Int8Rows
+from sparsam.comm.codecs import Int8Rows, TopK
 from sparsam.comm.link import Cost, bucket_sizes, decide, measured
 
 
@@ -37,10 +37,11 @@ def test_buckets_of_a_model():
     assert bucket_sizes(20, 10) == [10, 10]
 
 
-def test_a_link_is_measured(tmp_path):
+@pytest.mark.parametrize("codec", [Int8Rows(), TopK(0.4, "taylor", block=128, agreed=True)], ids=["int8", "agreed"])
+def test_a_link_is_measured(codec, tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        decision = measured(Int8Rows(), [1000], dist.group.WORLD)
+        decision = measured(codec, [1000], dist.group.WORLD)
     finally:
         dist.destroy_process_group()
     assert decision.text.startswith(f"compression is {'on' if decision.on else 'off'}: 1 buckets of 1000")

@@ -21,6 +21,7 @@ CODECS = {
     "top-k runs": TopK(0.25, block=4),
     "top-k runs in int8": TopK(0.25, block=4, values=Int8Rows(row=8)),
     "top-k |w g|": TopK(0.1, importance="taylor"),
+    "top-k agreed": TopK(0.4, block=16, values=Int8Rows(), agreed=True),
 }
 LENGTHS = (0, 1, 2, 4, 7, 511, 512, 513, 1029)
 ON_THE_WIRE = {torch.int8, torch.int32, torch.bfloat16, torch.float32}
@@ -214,7 +215,10 @@ def test_top_k_runs_share_an_index():
 def test_top_k_prefers_what_is_infinite_to_what_only_adds_up_to_it():
     x = torch.full((8,), formats.FLOAT32_MAX)
     x[7] = math.nan
-    assert TopK(0.2, block=2).choose(x).tolist() == [3]
+    codec = TopK(0.2, block=2)
+    assert codec.choose(codec.scores(x)).tolist() == [3]
+    over_three_ranks = sum(codec.scores(x) / 3 for _ in range(3))
+    assert over_three_ranks.isinf().tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize(

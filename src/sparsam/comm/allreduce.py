@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsam.comm.codecs import Codec, Payload, TopK
+from sparsam.comm.groups import Nodes
 
 __all__ = ["Reduced", "mean_over_ranks", "ring_bytes"]
 
@@ -30,31 +31,33 @@ class Reduced:
         mean: float32 (n,), the same on all ranks; non-finite somewhere when a value of any rank was.
         sent: float32 (n,), what this rank effectively told the others.
         nbytes: bytes this rank sends to others, modelled: by formula of what was handed to the process group.
+        inside_nbytes: those of them that stay within a node.
     """
 
     mean: Tensor
     sent: Tensor
     nbytes: int
+    inside_nbytes: int = 0
 
 
 def mean_over_ranks(
     x: Tensor,
     codec: Codec,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Nodes | None = None,
     *,
     sizes: Sequence[int] | None = None,
     weights: Tensor | None = None,
 ) -> Reduced:
     """Averages over ranks.
 
-    Additive codecs go through one all-reduce of x / P in the payload's type. Values chosen by importance are gathered
-    by all and averaged. Everything else takes two steps: each rank averages one shard in float32 and writes it anew
-    for all.
+    Additive codecs go through one all-reduce of x / P in the payload's type. Values that each rank chose by importance
+    are gathered by all and averaged; of those chosen together the mean alone is taken. Everything else takes two steps:
+    each rank averages one shard in float32 and writes it anew for all.
 
     Args:
         x: float32 (n,), of equal n on all ranks; n may be 0 or less than the number of ranks. Left as it is.
         codec: the same on all ranks.
-        group: None for all ranks.
+        group: None for all ranks; `Nodes` for float32 within a node and the codec between nodes.
         sizes: of tensors that lie one after the other in x. Each is written by itself and all go in one message, so
             that a tensor's mean does not depend on its neighbours. None: x is one tensor.
         weights: (n,), for codecs with `reads_weights`.
@@ -62,8 +65,12 @@ def mean_over_ranks(
     sizes = [n for n in ([x.numel()] if sizes is None else sizes) if n]
     if not sizes:  # on every rank, so nobody waits
         return Reduced(x, x, 0)
+    if isinstance(group, Nodes):
+        return _over_nodes(x, codec, group, sizes, weights)
     if codec.additive:
         return _summed(x, codec, group, weights)
+    if isinstance(codec, TopK) and codec.agreed:
+        return _agreed(x, codec, group, sizes, weights)
     if isinstance(codec, TopK) or codec.reads_weights:
         return _gathered(x, codec, group, sizes, weights)
     return _in_two_steps(x, codec, group, sizes)
@@ -90,12 +97,54 @@ def _gathered(
 ) -> Reduced:
     """Every rank gets every payload and adds them up in the same order."""
     ranks = dist.get_world_size(group)
-    read = [None] * len(sizes) if weights is None else weights.split(sizes)
-    payloads = [codec.encode(part, weights=one) for part, one in zip(x.split(sizes), read, strict=True)]
+    payloads = [codec.encode(part, weights=one) for part, one in _with_weights(x, weights, sizes)]
     mean = torch.zeros_like(x)
     for others in _from_all(payloads, group):
         mean.add_(_decoded(codec, others, sizes), alpha=1 / ranks)
     return Reduced(mean, _decoded(codec, payloads, sizes), (ranks - 1) * _nbytes(payloads))
+
+
+def _agreed(
+    x: Tensor, codec: TopK, group: dist.ProcessGroup | None, sizes: list[int], weights: Tensor | None
+) -> Reduced:
+    """One small all-reduce of scores, after which all choose the same runs, and then the mean of what they hold."""
+    ranks = dist.get_world_size(group)
+    scores = torch.cat([codec.scores(part, one) for part, one in _with_weights(x, weights, sizes)]) / ranks
+    dist.all_reduce(scores, group=group)
+    chosen = [codec.choose(one) for one in scores.split([codec.runs(n) for n in sizes])]
+    taken = [codec.take(part, places) for part, places in zip(x.split(sizes), chosen, strict=True)]
+    lengths = [len(part) for part in taken]
+    reduced = mean_over_ranks(torch.cat(taken), codec.values, group, sizes=lengths)
+
+    def whole(values: Tensor) -> Tensor:
+        parts = zip(values.split(lengths), chosen, sizes, strict=True)
+        return torch.cat([codec.put(part, places, n) for part, places, n in parts])
+
+    nbytes = ring_bytes(scores.nbytes, ranks) + reduced.nbytes
+    return Reduced(whole(reduced.mean), whole(reduced.sent), nbytes)
+
+
+def _over_nodes(x: Tensor, codec: Codec, nodes: Nodes, sizes: list[int], weights: Tensor | None) -> Reduced:
+    """Each rank averages one shard over its node, then over nodes by the codec, and gives it to its node: float32 twice
+    within the node, and between nodes a shard a rank.
+
+    What the codec leaves out of a node's mean is the shard owner's, times the ranks of a node in its own units.
+    """
+    local, own = dist.get_world_size(nodes.inside), dist.get_rank(nodes.inside)
+    rows, shards = _sharded(x, sizes, local)
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows, group=nodes.inside)
+    mean = rows.new_zeros(rows.shape[1])
+    for row in received:
+        mean.add_(row, alpha=1 / local)
+    read = None if weights is None else _sharded(weights, sizes, local)[0][own]
+    reduced = mean_over_ranks(mean, codec, nodes.between, sizes=shards, weights=read)
+    means = torch.empty_like(rows)
+    dist.all_gather_single(means.view(-1), reduced.mean, group=nodes.inside)
+
+    rows[own] -= local * (mean - reduced.sent)
+    inside = 2 * (local - 1) * mean.nbytes
+    return Reduced(_whole(means, shards, sizes), _whole(rows, shards, sizes), inside + reduced.nbytes, inside)
 
 
 def _in_two_steps(x: Tensor, codec: Codec, group: dist.ProcessGroup | None, sizes: list[int]) -> Reduced:
@@ -107,12 +156,8 @@ def _in_two_steps(x: Tensor, codec: Codec, group: dist.ProcessGroup | None, size
     Source: Tang et al. 2019, arXiv:1905.05957. Differs: the server's error joins the worker's residual.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    shards = [-(-n // ranks) for n in sizes]  # each rank owns one of each tensor
-    padded = [
-        torch.nn.functional.pad(part, (0, ranks * shard - len(part))).view(ranks, shard)
-        for part, shard in zip(x.split(sizes), shards, strict=True)
-    ]
-    payloads = [[codec.encode(part[owner]) for part in padded] for owner in range(ranks)]
+    rows, shards = _sharded(x, sizes, ranks)
+    payloads = [[codec.encode(part) for part in row.split(shards)] for row in rows]
     written = torch.stack([_packed(one) for one in payloads])
     received = torch.empty_like(written)
     dist.all_to_all_single(received, written, group=group)
@@ -128,13 +173,29 @@ def _in_two_steps(x: Tensor, codec: Codec, group: dist.ProcessGroup | None, size
     sent = [_decoded(codec, one, shards) for one in payloads]
     sent[rank] = sent[rank] + ranks * (means[rank] - mean)
     nbytes = (ranks - 1) * (_nbytes(payloads[0]) + _nbytes(answer))
-    return Reduced(_whole(means, shards, sizes), _whole(sent, shards, sizes), nbytes)
+    return Reduced(_whole(torch.stack(means), shards, sizes), _whole(torch.stack(sent), shards, sizes), nbytes)
 
 
-def _whole(rows: list[Tensor], shards: list[int], sizes: list[int]) -> Tensor:
+def _sharded(x: Tensor, sizes: list[int], ranks: int) -> tuple[Tensor, list[int]]:
+    """(ranks, sum of shards), a copy: what each rank owns of each tensor, filled up with zeros; and their lengths."""
+    shards = [-(-n // ranks) for n in sizes]
+    padded = [
+        torch.nn.functional.pad(part, (0, ranks * shard - len(part))).view(ranks, shard)
+        for part, shard in zip(x.split(sizes), shards, strict=True)
+    ]
+    return torch.cat(padded, 1), shards
+
+
+def _whole(rows: Tensor, shards: list[int], sizes: list[int]) -> Tensor:
     """Tensors one after the other, from the shards of all of them by owner."""
-    parts = torch.stack(rows).split(shards, 1)
+    parts = rows.split(shards, 1)
     return torch.cat([part.reshape(-1)[:n] for part, n in zip(parts, sizes, strict=True)])
+
+
+def _with_weights(x: Tensor, weights: Tensor | None, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Each tensor of x and its weights."""
+    read = [None] * len(sizes) if weights is None else weights.split(sizes)
+    return zip(x.split(sizes), read, strict=True)
 
 
 def _decoded(codec: Codec, payloads: list[Payload], sizes: list[int]) -> Tensor:

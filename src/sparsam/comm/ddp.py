@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.comm.allreduce import mean_over_ranks, ring_bytes
 from sparsam.comm.codecs import Codec, Identity
+from sparsam.comm.groups import Nodes, can_close, group_like, nodes_of
 from sparsam.comm.residual import Residuals
 
 __all__ = ["Exchange", "exchange_of"]
@@ -55,6 +57,7 @@ class Exchange:
         names: of the trained parameters, as the plain model has them.
         reduced: names whose gradients were exchanged since the last `settle`.
         nbytes: bytes this rank sent since the last `settle`, modelled.
+        inside_nbytes: those of them that stayed within a node.
         plain_nbytes: what a float32 ring would have sent.
     """
 
@@ -75,7 +78,7 @@ class Exchange:
         self.plain_group: dist.ProcessGroup = model.process_group
         self.ranks = dist.get_world_size(self.plain_group)
         self.reduced: set[str] = set()
-        self.nbytes = self.plain_nbytes = 0
+        self.nbytes = self.inside_nbytes = self.plain_nbytes = 0
         self.compresses = True
         self._worker: _Worker | None = None
 
@@ -87,11 +90,22 @@ class Exchange:
         return self._worker.group
 
     @property
+    def nodes(self) -> Nodes | None:
+        """Its two levels, where it has them."""
+        assert self._worker is not None
+        return self._worker.nodes
+
+    @property
     def running(self) -> bool:
         return self._worker is not None
 
     def start(
-        self, codec: Codec, residuals: Residuals, divisor: Callable[[], float], group: dist.ProcessGroup | None = None
+        self,
+        codec: Codec,
+        residuals: Residuals,
+        divisor: Callable[[], float],
+        group: dist.ProcessGroup | None = None,
+        ranks_per_node: int | Literal["torchrun"] | None = None,
     ) -> None:
         """Compresses from here on.
 
@@ -103,8 +117,10 @@ class Exchange:
                 its own; where their ratio changes from window to window, so does what a residual counts for.
             group: of the exchange alone; None makes one. One that is given is never closed: when a rank fails the
                 others wait for its timeout.
+            ranks_per_node: see `nodes_of`; None for one level.
         """
-        self._worker = _Worker(self, codec, residuals, group)
+        nodes = None if ranks_per_node is None else nodes_of(self.plain_group, ranks_per_node)
+        self._worker = _Worker(self, codec, residuals, group, nodes)
         self._divisor = divisor
 
     def stop(self) -> None:
@@ -117,7 +133,7 @@ class Exchange:
     def settle(self) -> None:
         """Ends a step."""
         self.reduced.clear()
-        self.nbytes = self.plain_nbytes = 0
+        self.nbytes = self.inside_nbytes = self.plain_nbytes = 0
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """What DDP waits for: the mean of a bucket."""
@@ -147,14 +163,20 @@ def _hook(state: Exchange, bucket: dist.GradBucket) -> Future[Tensor]:  # type: 
 
 
 class _Worker:
-    """One thread, first in first out, and its process group."""
+    """One thread, first in first out, and its process groups."""
 
-    def __init__(self, exchange: Exchange, codec: Codec, residuals: Residuals, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        codec: Codec,
+        residuals: Residuals,
+        group: dist.ProcessGroup | None,
+        nodes: Nodes | None,
+    ) -> None:
         self.exchange, self.codec, self.residuals = exchange, codec, residuals
         self._own_group = group is None
-        if group is None:
-            group = _group_like(exchange.plain_group)
-        self.group: dist.ProcessGroup | None = group
+        self.group: dist.ProcessGroup | None = group or group_like(exchange.plain_group)
+        self.nodes = nodes
         self._failed: Exception | None = None
         self._jobs: SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sparsam-exchange", daemon=True)
@@ -170,7 +192,8 @@ class _Worker:
     def end(self) -> None:
         self._jobs.put(None)
         self._thread.join()
-        self._leave()
+        if can_close(self.exchange.plain_group):
+            self._leave()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -189,9 +212,11 @@ class _Worker:
                 future.set_result(answer)
 
     def _leave(self) -> None:
-        if self.group is not None and self._own_group and dist.is_initialized():
-            dist.destroy_process_group(self.group)
-        self.group = None
+        made = [self.group] if self._own_group and self.group is not None else []
+        made += [] if self.nodes is None else [self.nodes.inside, self.nodes.between]
+        for group in made if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
+        self.group = self.nodes = None
 
     @torch.no_grad()
     def reduce(self, buffer: Tensor, parameters: Sequence[Tensor], divisor: float) -> Tensor:
@@ -216,8 +241,9 @@ class _Worker:
             return
         x = torch.cat([gradient for _, gradient in gradients])
         sizes = [gradient.numel() for _, gradient in gradients]
+        group = self.nodes or self.group
         if divisor is None:
-            reduced = mean_over_ranks(x, self.codec if self.codec.lossless else Identity(), self.group)
+            reduced = mean_over_ranks(x, self.codec if self.codec.lossless else Identity(), group)
             mean = reduced.mean
         else:
             x.div_(divisor)
@@ -229,23 +255,14 @@ class _Worker:
                 self.residuals.add(self.exchange.names[parameter], part)
                 wanted.append(part)
             weights = torch.cat([p.flatten() for p, _ in gradients]).float() if self.codec.reads_weights else None
-            reduced = mean_over_ranks(x, self.codec, self.group, sizes=sizes, weights=weights)
+            reduced = mean_over_ranks(x, self.codec, group, sizes=sizes, weights=weights)
             for (parameter, _), part, sent in zip(gradients, wanted, reduced.sent.split(sizes), strict=True):
                 self.residuals.keep(self.exchange.names[parameter], part, sent.view(parameter.shape))
             mean = reduced.mean * divisor
         self.exchange.nbytes += reduced.nbytes
+        self.exchange.inside_nbytes += reduced.inside_nbytes
         for (_, gradient), part in zip(gradients, mean.split(sizes), strict=True):
             gradient.copy_(part)
-
-
-def _group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of the same ranks, with the same patience."""
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
-    everyone = group is dist.group.WORLD
-    ranks = None if everyone else dist.get_process_group_ranks(group)
-    # ranks outside of a smaller group do not come here
-    made: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not everyone)
-    return made
 
 
 def _first(done: Future[list[Tensor]]) -> Tensor:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from sparsam.comm.allreduce import mean_over_ranks
 from sparsam.comm.codecs import Codec, Identity
+from sparsam.comm.groups import Nodes
 from sparsam.comm.residual import Residuals
 
 __all__ = ["Cost", "Decision", "bucket_sizes", "decide", "measured"]
@@ -61,8 +62,15 @@ def decide(plain: Cost, coded: Cost, buckets: Sequence[int]) -> Decision:
     )
 
 
-def measured(codec: Codec, buckets: Sequence[int], group: dist.ProcessGroup) -> Decision:
-    """Measures on all ranks at once; rank 0's times count for all."""
+def measured(codec: Codec, buckets: Sequence[int], group: dist.ProcessGroup, nodes: Nodes | None = None) -> Decision:
+    """Measures on all ranks at once; rank 0's times count for all.
+
+    Args:
+        codec: in question.
+        buckets: values in each.
+        group: what goes without the codec, and what is agreed on.
+        nodes: where the codec goes, if not through the group.
+    """
 
     def plain(n: int) -> Callable[[], object]:
         x = torch.linspace(-1.0, 1.0, n)
@@ -74,7 +82,7 @@ def measured(codec: Codec, buckets: Sequence[int], group: dist.ProcessGroup) -> 
         def once() -> None:
             wanted = x.clone()
             residuals.add("", wanted)
-            residuals.keep("", wanted, mean_over_ranks(wanted, codec, group, weights=x).sent)
+            residuals.keep("", wanted, mean_over_ranks(wanted, codec, nodes or group, weights=x).sent)
             residuals.settle(True)
 
         return once

@@ -38,6 +38,8 @@ class Compression(Part):
         when: "measured": measures this link with and without the codec when it is attached, and compresses only where
             that is faster; what was decided is in checkpoints. "always": compresses.
         group: process group of the exchange alone, of the ranks that the model has; None makes one.
+        ranks_per_node: float32 within nodes of so many ranks each, and the codec between nodes alone; "torchrun" for
+            as many as torchrun started on each. The rank that owns a shard keeps what is left out of its node's mean.
 
     Attributes:
         on: whether gradients are compressed.
@@ -56,16 +58,17 @@ class Compression(Part):
         codec: Codec,
         when: Literal["measured", "always"] = "measured",
         group: dist.ProcessGroup | None = None,
+        ranks_per_node: int | Literal["torchrun"] | None = None,
     ) -> None:
         if not isinstance(codec, Codec):
             raise ValueError(f"codec: expected a codec such as Int8Rows(), got {codec!r}. Give an object of one.")
         if when not in ("measured", "always"):
             raise ValueError(f"when: expected 'measured' or 'always', got {when!r}. Name one of them.")
-        self.codec, self.when, self.group = codec, when, group
+        self.codec, self.when, self.group, self.ranks_per_node = codec, when, group, ranks_per_node
         self.on, self.decision = False, _DETACHED
         self.residuals = Residuals()
         self._exchange: Exchange | None = None
-        self._sent: tuple[int, int] = (0, 0)
+        self._sent: tuple[int, int, int] = (0, 0, 0)
 
     def attach(self, session: Session) -> None:
         model = session.model
@@ -76,13 +79,13 @@ class Compression(Part):
             )
         self.session = session
         self._exchange = exchange_of(model)
-        self._exchange.start(self.codec, self.residuals, lambda: session.divisor, self.group)
+        self._exchange.start(self.codec, self.residuals, lambda: session.divisor, self.group, self.ranks_per_node)
         decision = Decision(True, "compression is on: when='always'.")
         if self.when == "measured":
             gradients = sum(parameter.numel() for parameter in self._exchange.names)
             buckets = bucket_sizes(gradients, model.bucket_bytes_cap // 4)
             try:
-                decision = measured(self.codec, buckets, self._exchange.group)
+                decision = measured(self.codec, buckets, self._exchange.group, self._exchange.nodes)
             except BaseException:
                 self.detach()  # a session that could not be built holds nothing
                 raise
@@ -110,7 +113,7 @@ class Compression(Part):
 
     def after_step(self, applied: bool) -> None:
         exchange = self._attached
-        self._sent = (exchange.nbytes, exchange.plain_nbytes)
+        self._sent = (exchange.nbytes, exchange.plain_nbytes, exchange.inside_nbytes)
         exchange.settle()
         self.residuals.settle(applied)
 
@@ -121,10 +124,11 @@ class Compression(Part):
 
     def metrics(self) -> dict[str, float]:
         """Of the last step: bytes this rank sent, their ratio to a float32 ring's (both modelled), and whether it
-        compressed them."""
-        sent, plain = self._sent
+        compressed them; with two levels also how many of the bytes stayed within the node."""
+        sent, plain, inside = self._sent
         ratio = {"comm.ratio": sent / plain} if plain else {}
-        return {"comm.bytes": float(sent), **ratio, "comm.on": float(self.on)}
+        levels = {} if self.ranks_per_node is None else {"comm.bytes_inside": float(inside)}
+        return {"comm.bytes": float(sent), **levels, **ratio, "comm.on": float(self.on)}
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank: every rank saves its own and loads it again."""
@@ -152,7 +156,7 @@ class Compression(Part):
             self._exchange.stop()
         self._exchange = None
         self.residuals = Residuals()
-        self._sent = (0, 0)
+        self._sent = (0, 0, 0)
         self.on, self.decision = False, _DETACHED
 
     @property
