@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +39,13 @@ def test_gathered_values():
     assert moved.seconds == pytest.approx(3 * (A + 80 * B))
 
 
+def test_values_chosen_together():
+    """Of 4 runs of 256 values the scores go around, 4 bytes each; then one run, as 4 shards of 64 + 4 bytes, twice."""
+    moved = collective(TopK(0.25, block=256, values=Int8Rows(), agreed=True), 1024, NODE)
+    assert moved.nbytes == 6 * 4 + 6 * 68
+    assert moved.seconds == pytest.approx(6 * (A + 4 * B) + 6 * (A + 68 * B))
+
+
 def test_a_ring_over_nodes_leaves_each_node_once():
     """8 ranks: 14 steps of 500 bytes, held up by the link between nodes."""
     moved = collective(Identity(), 1000, CLUSTER)
@@ -58,6 +67,15 @@ def test_two_levels():
     assert moved.between == 4 * 2 * 132
     assert moved.nbytes == 6 * 1024 + 2 * 132
     assert moved.seconds == pytest.approx(2 * (A + 4 * 132 * B) + 6 * 1024e-9)
+
+
+def test_trees_have_fewer_latencies_and_as_many_bytes():
+    """4 ranks: 2 hops instead of 3, there and back; 4000 bytes as before. An all-to-all sends at once."""
+    tree = replace(NODE, trees=True)
+    moved = collective(Identity(), 1000, tree)
+    assert moved.nbytes == 6000
+    assert moved.seconds == pytest.approx(4 * A + 6000 * B)
+    assert collective(Int8Rows(512), 1024, tree).seconds == pytest.approx((1 + 2) * A + 6 * 260 * B)
 
 
 def test_shards():
@@ -86,7 +104,7 @@ def test_a_fit_needs_four_sizes():
         Link.fitted(2, [1, 2, 3], [1.0, 2.0, 3.0])
 
 
-CODECS = st.sampled_from([Identity(), BF16(), Int8Rows(), TopK(0.01)])
+CODECS = st.sampled_from([Identity(), BF16(), Int8Rows(), TopK(0.01), TopK(0.4, block=128, agreed=True)])
 
 
 @given(CODECS, st.integers(1, 10**7), st.sampled_from([1, 2, 4, 8]), st.sampled_from([2, 4, 32]), st.booleans())

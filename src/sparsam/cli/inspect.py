@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +9,9 @@ import typer
 from torch import nn
 
 from sparsam import checkpoint, measure
+from sparsam.cli.model import recipe_of
 from sparsam.cli.screen import console, layer_table
-from sparsam.recipe import Recipe, default_recipe, read_recipe
+from sparsam.recipe import Recipe
 from sparsam.recipe.storage import current, restored
 from sparsam.report.topology import Pictures, check_picture, write_picture
 from sparsam.sparse.table import SparsityTable
@@ -24,7 +24,8 @@ def inspect(
     model: Annotated[
         Path | None,
         typer.Argument(
-            help="A Hugging Face model folder, a recipe, or a run folder. None: the default recipe.", show_default=False
+            help="A Hugging Face model folder, gpt:LAYERSxWIDTH, a recipe, or a run folder. None: the default recipe.",
+            show_default=False,
         ),
     ] = None,
     set_: Annotated[
@@ -43,7 +44,7 @@ def inspect(
     if picture is not None:
         check_picture(picture)
     screen = console()
-    recipe = _recipe(model, list(set_ or []))
+    recipe = recipe_of(model, list(set_ or []))
     if recipe.sparsity is None:
         raise ValueError(f"{model}: expected a recipe with a sparsity section, its model is dense. Set one with --set.")
     state = None if model is None or set_ else _newest_state(model)
@@ -66,14 +67,6 @@ def inspect(
         when = "first topology" if state is None else f"topology after step {state['run']['step']}"
         write_picture(picture, topologies, f"{'default recipe' if model is None else model.resolve().name}: {when}")
         screen.print(f"Picture: {picture}", soft_wrap=True)
-
-
-def _recipe(model: Path | None, settings: list[str]) -> Recipe:
-    if model is None:
-        return read_recipe(default_recipe(), settings)
-    if (model / "config.json").is_file():
-        return read_recipe(default_recipe(), [f"model={json.dumps(str(model))}", *settings])
-    return read_recipe(model / "recipe.yaml" if (model / "recipe.yaml").is_file() else model, settings)
 
 
 def _newest_state(run: Path) -> dict[str, Any] | None:

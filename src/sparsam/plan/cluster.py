@@ -90,6 +90,7 @@ class Cluster(Strict):
     """Nodes, ranks, links, prices. Prices and watts are for one rank.
 
     Attributes:
+        collectives: whose: gloo passes messages around a ring, NCCL down trees.
         slowest: how many times longer than the others the slowest rank computes.
         jitter: spread (standard deviation) of one rank's step, as a share of it.
     """
@@ -100,6 +101,7 @@ class Cluster(Strict):
     device: AnyDevice
     memory_gib: float = Field(gt=0)
     links: Links = Links()
+    collectives: Literal["gloo", "nccl"] = "gloo"
     price_per_hour: float | None = Field(None, ge=0)
     power: Power | None = None
     slowest: float = Field(1.0, ge=1)
@@ -120,7 +122,8 @@ class Cluster(Strict):
         known = inside or between
         if known is None:
             return Network(1, 1, Link(0.0, 0.0), Link(0.0, 0.0))
-        return Network(self.nodes, self.ranks_per_node, (inside or known).build(), (between or known).build())
+        links = (inside or known).build(), (between or known).build()
+        return Network(self.nodes, self.ranks_per_node, *links, trees=self.collectives == "nccl")
 
     @property
     def price_per_rank_second(self) -> float | None:

@@ -6,6 +6,7 @@ n values, P ranks in N nodes of m.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -70,12 +71,14 @@ class Network:
         ranks_per_node: m.
         inside: the link of a rank to another one of its node.
         between: the link of a node to another one; all its ranks share it.
+        trees: a message reaches P ranks after log2 P hops and not after P - 1, as NCCL does it and gloo does not.
     """
 
     nodes: int
     ranks_per_node: int
     inside: Link
     between: Link
+    trees: bool = False
 
     @property
     def ranks(self) -> int:
@@ -130,6 +133,10 @@ def collective(codec: Codec, n: int, network: Network, two_level: bool = False) 
         return _in_two_levels(codec, n, network)
     if codec.additive:
         return ring(codec.bytes_of(n), network)
+    if isinstance(codec, TopK) and codec.agreed:
+        runs = codec.runs(n)
+        chosen = math.ceil(codec.share * runs) * codec.block
+        return ring(4 * runs, network) + collective(codec.values, chosen, network)
     if isinstance(codec, TopK) or codec.reads_weights:
         return _passed_on(codec.bytes_of(n), network)
     shard = codec.bytes_of(-(-n // ranks))
@@ -142,7 +149,7 @@ def ring(nbytes: int, network: Network) -> Moved:
     if ranks == 1:
         return Moved()
     sent = ring_bytes(nbytes, ranks)
-    return Moved(2 * (ranks - 1) * _hop(nbytes / ranks, network), sent, sent if network.nodes > 1 else 0.0)
+    return Moved(_around(2, nbytes / ranks, network), sent, sent if network.nodes > 1 else 0.0)
 
 
 def gather_shards(nbytes: int, network: Network) -> Moved:
@@ -155,36 +162,33 @@ def scatter_shards(codec: Codec, n: int, network: Network) -> Moved:
     return _passed_on(codec.bytes_of(n) / network.ranks, network)
 
 
-def _hop(nbytes: float, network: Network) -> float:
-    """All ranks send to their neighbour on the ring at once; the slowest link holds up all."""
-    hops = []
-    if network.ranks_per_node > 1:
-        hops.append(network.inside.seconds(nbytes))
-    if network.nodes > 1:
-        hops.append(network.between.seconds(nbytes))
-    return max(hops, default=0.0)
+def _around(times: int, nbytes: float, network: Network) -> float:
+    """All ranks send to their neighbour on a ring at once, P - 1 times a round; the slowest link holds up all."""
+    links = [network.inside] * (network.ranks_per_node > 1) + [network.between] * (network.nodes > 1)
+    steps = network.ranks - 1
+    latencies = math.ceil(math.log2(network.ranks)) if network.trees else steps
+    return times * max((latencies * link.alpha + steps * nbytes * link.beta for link in links), default=0.0)
 
 
 def _passed_on(nbytes: float, network: Network) -> Moved:
     """Each rank's bytes go once around the ring."""
-    steps = network.ranks - 1
-    sent = steps * nbytes
-    return Moved(steps * _hop(nbytes, network), sent, sent if network.nodes > 1 else 0.0)
+    sent = (network.ranks - 1) * nbytes
+    return Moved(_around(1, nbytes, network), sent, sent if network.nodes > 1 else 0.0)
 
 
 def _all_to_all(shard: float, network: Network) -> Moved:
     """Each rank sends each other one a shard; those to other nodes share the node's link."""
     near, far = network.ranks_per_node - 1, network.ranks - network.ranks_per_node
-    inside = near * network.inside.seconds(shard)
-    outside = far * network.between.shared(network.ranks_per_node).seconds(shard)
-    return Moved(max(inside, outside), (near + far) * shard, network.ranks_per_node * far * shard)
+    ways = ((near, network.inside), (far, network.between.shared(network.ranks_per_node)))
+    seconds = max((min(n, 1) if network.trees else n) * link.alpha + n * shard * link.beta for n, link in ways)
+    return Moved(seconds, (near + far) * shard, network.ranks_per_node * far * shard)
 
 
 def _in_two_levels(codec: Codec, n: int, network: Network) -> Moved:
     """Reduce-scatter inside, exchange of each rank's share with its likes in other nodes, all-gather inside."""
     inner = network.ranks_per_node
-    node = Network(1, inner, network.inside, network.between)
-    peers = Network(network.nodes, 1, network.inside, network.between.shared(inner))
+    node = replace(network, nodes=1)
+    peers = replace(network, ranks_per_node=1, between=network.between.shared(inner))
     share = -(-n // inner)
     across = collective(codec, share, peers)
     within = _passed_on(Identity().bytes_of(share), node) * 2
