@@ -18,10 +18,10 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*") if path.suffix in {".py", "
 
 # Imports go downwards only; a new part of the package gets its place here.
 LAYERS = (
-    {"select", "schedules", "formats", "session", "rate", "kernels", "measure", "strict_yaml"},
+    {"select", "schedules", "formats", "session", "rate", "kernels", "measure", "shards", "strict_yaml", "window"},
     {"sparse", "precision", "comm", "memory"},
     {"compress", "deploy", "report", "plan", "tasks"},
-    {"integrations", "recipe", "checkpoint", "record", "run", "summary", "train", "twin"},
+    {"integrations", "recipe", "checkpoint", "record", "run", "shard_checkpoint", "summary", "train", "twin"},
     {"cli", "__main__"},
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}

@@ -14,6 +14,7 @@ from sparsam.rate import LearningRate
 from sparsam.schedules import constant, cosine, cubic, limit_rate, linear, stages, warm_up
 from sparsam.select import select
 from sparsam.session import Part, Rewire, Session
+from sparsam.shard_checkpoint import load_shards, match_slots, save_shards
 from sparsam.sparse.adapter import apply_topology, merge_adapter
 from sparsam.sparse.allocation import by_sensitivity, erdos_renyi, global_, uniform
 from sparsam.sparse.average import MovingAverage
@@ -96,7 +97,9 @@ __all__ = [
     "inspect",
     "limit_rate",
     "linear",
+    "load_shards",
     "magnitude",
+    "match_slots",
     "mest",
     "merge_adapter",
     "momentum",
@@ -106,6 +109,7 @@ __all__ = [
     "recovery",
     "recovery_rate",
     "rigl",
+    "save_shards",
     "select",
     "set_",
     "sparsify",

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+
+from sparsam.shards import total_norm
+from sparsam.window import averages, check_shards, exchange, exchanging
 
 __all__ = ["Part", "Rewire", "Session"]
 
@@ -135,6 +137,7 @@ class Session:
                     f"parts: expected parts such as SparseTraining(rigl()), got {_kind(part)}. "
                     "A method goes into SparseTraining(...), a schedule of the learning rate into LearningRate(...)."
                 )
+        check_shards(model, (one for group in optimizer.param_groups for one in group["params"]))
         self.model = model
         self.optimizer = optimizer
         self.parts = list(parts)
@@ -166,8 +169,7 @@ class Session:
             for part in self.parts:
                 stack.enter_context(part.forward())
             # the last backward of a window is the one that talks to other ranks
-            if self._backwards + 1 < self.accumulate and isinstance(self.model, DistributedDataParallel):
-                stack.enter_context(self.model.no_sync())
+            stack.enter_context(exchanging(self.model, last=self._backwards + 1 >= self.accumulate))
             yield
 
     def backward(self, loss: torch.Tensor, samples: float | None = None) -> None:
@@ -216,10 +218,10 @@ class Session:
         """
         if self._backwards == 0 or (self._backwards < self.accumulate and not last):
             return False
-        if self._backwards < self.accumulate and isinstance(self.model, DistributedDataParallel):
-            self._average_over_ranks(self.model)
+        if self._backwards < self.accumulate:
+            exchange(self.model, self._parameters())
         self.divisor = self._samples
-        if self._weighed and self.accumulate > 1 and isinstance(self.model, DistributedDataParallel):
+        if self._weighed and self.accumulate > 1 and averages(self.model):
             self.divisor = self._mean_over_ranks(self._samples)
         self.divisor *= self._loss_scale
         if self.divisor != 1.0:
@@ -290,6 +292,7 @@ class Session:
         """Detaches every part, last one first. The model and optimiser go on without the session."""
         while self.parts:
             self.parts.pop().detach()
+        exchanging(self.model, last=True)
 
     def _scale_of_parts(self) -> float:
         scales = [scale for part in self.parts if (scale := part.loss_scale()) != 1.0]
@@ -303,18 +306,6 @@ class Session:
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
-    def _average_over_ranks(self, model: DistributedDataParallel) -> None:
-        """Does for a window cut short what DDP does in its last backward, which never came."""
-        parameters = list(self._parameters())
-        device = next(self.model.parameters()).device
-        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32, device=device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, model.process_group)
-        for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
-            if anywhere:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(gradient, group=model.process_group)
-                parameter.grad = gradient.div_(dist.get_world_size(model.process_group))
-
     def _mean_over_ranks(self, value: float) -> float:
         """Ranks with other numbers of samples must still divide by the same one."""
         device = next(self.model.parameters()).device
@@ -326,7 +317,9 @@ class Session:
         """Clips to the global norm; False when that norm is not finite, so that the step is skipped."""
         if self.clip is None:
             return True
-        norm = nn.utils.clip_grad_norm_(self._parameters(), self.clip)
+        parameters = list(self._parameters())
+        norm = total_norm(parameter.grad for parameter in parameters if parameter.grad is not None)
+        nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
         self._gradient_norm = float(norm)
         return math.isfinite(self._gradient_norm)
 

@@ -18,7 +18,7 @@ from sparsam.comm.codecs import Codec, Identity
 from sparsam.comm.groups import Nodes
 from sparsam.comm.residual import Residuals
 
-__all__ = ["Cost", "Decision", "bucket_sizes", "decide", "measured"]
+__all__ = ["Cost", "Decision", "bucket_sizes", "compared", "decide", "measured"]
 
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 19)
 
@@ -87,6 +87,16 @@ def measured(codec: Codec, buckets: Sequence[int], group: dist.ProcessGroup, nod
 
         return once
 
+    return compared(plain, coded, buckets, group)
+
+
+def compared(
+    plain: Callable[[int], Callable[[], object]],
+    coded: Callable[[int], Callable[[], object]],
+    buckets: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Decision:
+    """Measures two exchanges of n values, given n, on all ranks of a group at once; rank 0's times count for all."""
     times = torch.tensor([[_seconds(way(n)) for n in _SIZES] for way in (plain, coded)], dtype=torch.float64)
     dist.broadcast(times, group=group, group_src=0)
     before, after = times.tolist()

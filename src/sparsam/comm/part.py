@@ -1,4 +1,4 @@
-"""Compressed gradients between ranks, as a part of a training loop under DistributedDataParallel."""
+"""Compressed gradients between ranks, as a part of a training loop under DistributedDataParallel or FSDP2."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.comm.codecs import Codec
 from sparsam.comm.ddp import Exchange, exchange_of
+from sparsam.comm.fsdp import ShardExchange
 from sparsam.comm.link import Decision, bucket_sizes, measured
 from sparsam.comm.residual import Residuals
 from sparsam.session import Part, Rewire, Session
+from sparsam.shards import is_sharded, total_norm
 
 __all__ = ["Compression"]
 
+_ALWAYS = "compression is on: when='always'."
 _DETACHED = "compression is off: it is not attached."
 
 
@@ -33,6 +36,9 @@ class Compression(Part):
     Gradients of compact layers are just their values: nothing is sent for what is not there. Parameters of one
     dimension go in float32. A window cut short (`step(last=True)`) is averaged by the session, in float32.
 
+    Under FSDP2 (`fully_shard`) the codec is `BF16()` or `Identity()`, for there is no error feedback; see
+    `sparsam.comm.fsdp`. The session's state is then the same on all ranks, and loads on any number of them.
+
     Args:
         codec: how gradients are written, the same on all ranks.
         when: "measured": measures this link with and without the codec when it is attached, and compresses only where
@@ -47,8 +53,8 @@ class Compression(Part):
         residuals: this rank's.
 
     Raises:
-        ValueError: when attached: the model is not in DistributedDataParallel, or it has a communication hook, sparse
-            gradients, or parameters of more than 32 bits or off the CPU.
+        ValueError: when attached: the model is neither in DistributedDataParallel nor under fully_shard, or it has a
+            communication hook, sparse gradients, or parameters of more than 32 bits or off the CPU.
 
     Source: Karimireddy et al. 2019, arXiv:1901.09847 (error feedback).
     """
@@ -67,20 +73,23 @@ class Compression(Part):
         self.codec, self.when, self.group, self.ranks_per_node = codec, when, group, ranks_per_node
         self.on, self.decision = False, _DETACHED
         self.residuals = Residuals()
-        self._exchange: Exchange | None = None
+        self._exchange: Exchange | ShardExchange | None = None
         self._sent: tuple[int, int, int] = (0, 0, 0)
 
     def attach(self, session: Session) -> None:
         model = session.model
+        self.session = session
+        if is_sharded(model):
+            self._attach_shards(model)
+            return
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(
                 f"Compression: expected a model in DistributedDataParallel, got a {type(model).__name__}. Wrap it "
                 "before the session is built; a single process sends nothing and needs no Compression."
             )
-        self.session = session
         self._exchange = exchange_of(model)
         self._exchange.start(self.codec, self.residuals, lambda: session.divisor, self.group, self.ranks_per_node)
-        decision = Decision(True, "compression is on: when='always'.")
+        decision = Decision(True, _ALWAYS)
         if self.when == "measured":
             gradients = sum(parameter.numel() for parameter in self._exchange.names)
             buckets = bucket_sizes(gradients, model.bucket_bytes_cap // 4)
@@ -88,6 +97,22 @@ class Compression(Part):
                 decision = measured(self.codec, buckets, self._exchange.group, self._exchange.nodes)
             except BaseException:
                 self.detach()  # a session that could not be built holds nothing
+                raise
+        self._follow(decision)
+
+    def _attach_shards(self, model: torch.nn.Module) -> None:
+        if self.group is not None or self.ranks_per_node is not None:
+            raise ValueError(
+                "Compression: expected no group and no ranks_per_node under fully_shard, got one: the exchange is "
+                "FSDP2's own, on its mesh. Leave them out."
+            )
+        self._exchange = ShardExchange(model, self.codec)
+        decision = Decision(True, _ALWAYS)
+        if self.when == "measured":
+            try:
+                decision = self._exchange.measured()
+            except BaseException:
+                self.detach()
                 raise
         self._follow(decision)
 
@@ -108,8 +133,8 @@ class Compression(Part):
 
     def accepts_step(self) -> bool:
         # averaged gradients are the same on all ranks, so each answers alike
-        gradients = [one.grad for one in self._attached.names if one.grad is not None and one.grad.numel()]
-        return bool(torch.nn.utils.get_total_norm(gradients, math.inf).isfinite())
+        gradients = [one.grad for one in self._attached.names if one.grad is not None]
+        return bool(total_norm(gradients, math.inf).isfinite())
 
     def after_step(self, applied: bool) -> None:
         exchange = self._attached
@@ -143,7 +168,8 @@ class Compression(Part):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rank, ranks = self._place
-        if (state["rank"], state["ranks"]) != (rank, ranks):
+        # without residuals it is the same on all
+        if state["residuals"]["residuals"] and (state["rank"], state["ranks"]) != (rank, ranks):
             raise ValueError(
                 f"Compression: expected the state of rank {rank} of {ranks}, got that of rank {state['rank']} of "
                 f"{state['ranks']}. Load each rank's own, or see residuals.load_state_dict."
@@ -160,7 +186,7 @@ class Compression(Part):
         self.on, self.decision = False, _DETACHED
 
     @property
-    def _attached(self) -> Exchange:
+    def _attached(self) -> Exchange | ShardExchange:
         assert self._exchange is not None, "a session calls what is attached"
         return self._exchange
 

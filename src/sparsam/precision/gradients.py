@@ -7,14 +7,15 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from sparsam.shards import total_norm
+
 __all__ = ["gradient_norm", "gradient_values"]
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], order: float = 2.0) -> float:
     """The norm of all gradients together, NaN or infinite where a value is; 0 where there is none."""
     gradients = [gradient_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    gradients = [gradient for gradient in gradients if gradient.numel()]  # torch has no largest value of none
-    return float(torch.nn.utils.get_total_norm(gradients, order)) if gradients else 0.0
+    return float(total_norm(gradients, order))
 
 
 def gradient_values(gradient: torch.Tensor) -> torch.Tensor:

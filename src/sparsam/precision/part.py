@@ -25,6 +25,7 @@ from sparsam.precision.snapshot import Snapshot
 from sparsam.precision.stats import LossTrend, ProductSample
 from sparsam.precision.table import FormatRow, FormatTable
 from sparsam.session import Part, Session
+from sparsam.shards import refuse_sharded
 
 __all__ = ["Precision", "Switch"]
 
@@ -111,6 +112,7 @@ class Precision(Part):
         self.device = next(session.model.parameters()).device
         if self.policy is None:
             return
+        refuse_sharded(session.model, "precision", 'Use Precision("bf16") or fully_shard(mp_policy=...).')
         # refuses what the device lacks; a candidate that it lacks is never chosen
         sure = [one for one in self.policy.lowest if one not in self.policy.candidates]
         requested(sure, self.device, self.simulate)

@@ -11,6 +11,7 @@ import torch
 from sparsam.precision.agreement import on_all_ranks
 from sparsam.precision.gradients import gradient_norm, gradient_values
 from sparsam.session import Part, Session
+from sparsam.shards import own
 
 __all__ = ["LossScaler"]
 
@@ -125,6 +126,6 @@ class LossScaler(Part):
 
     def _first_bad(self) -> str:
         for name, parameter in self._trained():
-            if parameter.grad is not None and not bool(gradient_values(parameter.grad).isfinite().all()):
+            if parameter.grad is not None and not bool(own(gradient_values(parameter.grad)).isfinite().all()):
                 return f"some that are not in {name}"
         return "some that are not on another rank"

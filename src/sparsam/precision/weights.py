@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsam.formats import BF16
 from sparsam.select import nearest
 from sparsam.session import Part, Session
+from sparsam.shards import refuse_sharded
 
 __all__ = ["BF16Weights"]
 
@@ -60,6 +61,7 @@ class BF16Weights(Part):
     def attach(self, session: Session) -> None:
         if sum(isinstance(part, BF16Weights) for part in session.parts) > 1:
             raise ValueError("BF16Weights: expected one in a session, got several. Join their globs in one.")
+        refuse_sharded(session.model, "BF16Weights", "Use fully_shard(mp_policy=...) on float32 weights.")
         self.session, optimizer = session, session.optimizer
         names = _trained(session)
         for glob in self.convert:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sparsam.session import Part, Rewire, Session
+from sparsam.shards import refuse_sharded
 from sparsam.sparse.layers import SparseLinear
 from sparsam.sparse.masked import masked_weights
 
@@ -36,6 +37,7 @@ class MovingAverage(Part):
         self.decay = decay
 
     def attach(self, session: Session) -> None:
+        refuse_sharded(session.model, "MovingAverage", "It copies the model: use DistributedDataParallel for it.")
         self.session = session
         self.model = copy.deepcopy(session.model).eval().requires_grad_(False)
         self._widen({})

@@ -16,6 +16,7 @@ from sparsam.kernels.operands import as_autocast
 from sparsam.kernels.ops import backend, block_linear
 from sparsam.kernels.packed import PackedWeights, pack, packed_block_linear
 from sparsam.kernels.reference import activate
+from sparsam.shards import own, own_part
 from sparsam.sparse.patterns import Block
 
 __all__ = ["ActivatedLinear", "SparseLinear"]
@@ -247,9 +248,14 @@ class SparseLinear(nn.Module):
             address[taken] = grown.int()
         changed = ~stays
         changed[free[len(grown_row) :]] &= live[free[len(grown_row) :]]
-        self.values[changed] = 0
+        own(self.values)[own_part(changed, self.values)] = 0
         self.rebuild_index()
         return changed
+
+    def empty(self, slots: int) -> None:
+        """Begins anew with so many slots, all of them dead, for whoever loads weights and addresses next."""
+        self.values = nn.Parameter(self.values.new_zeros(slots, *self.values.shape[1:]), self.values.requires_grad)
+        self.block_row, self.block_col = (old.new_full((slots,), -1) for old in (self.block_row, self.block_col))
 
     def freeze(self) -> None:
         """Packs the weights for inference. The layer refuses training until `unfreeze`; changed values are not seen."""
@@ -295,14 +301,12 @@ class SparseLinear(nn.Module):
         values = state_dict.get(prefix + "values")
         fits = values is not None and values.shape[1:] == self.values.shape[1:]
         if values is not None and fits and len(values) != len(self.values):
-            if self.values.grad is not None or self.attached:
+            if self.values.grad is not None or self.attached or own(self.values) is not self.values:
                 raise ValueError(
                     f"{name}: expected {len(self.values)} slots, got {len(values)}. "
-                    "Load another density before the optimiser exists."
+                    "Load another density before the optimiser exists, and before fully_shard."
                 )
-            self.values = nn.Parameter(self.values.new_zeros(values.shape), self.values.requires_grad)
-            self.block_row = self.block_row.new_full((len(values),), -1)
-            self.block_col = self.block_col.new_full((len(values),), -1)
+            self.empty(len(values))
         row, col = state_dict.get(prefix + "block_row"), state_dict.get(prefix + "block_col")
         if fits and row is not None and col is not None and not self._has_places(row, col):
             # a kernel would read and write outside its tensors

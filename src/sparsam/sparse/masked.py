@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from sparsam.shards import own, own_part
 from sparsam.sparse.patterns import Pattern
 
 __all__ = [
@@ -101,7 +102,7 @@ class TopologyBuffer:
         """Sets a tensor of the weight's shape to zero outside the topology; also where it holds NaN."""
         if entries is not None:
             # times 0 or 1 as integers: NaN becomes 0 too, without the branch per entry that masked_fill_ takes
-            entries.view(_BITS[entries.element_size()]).mul_(self.active)
+            own(entries).view(_BITS[entries.element_size()]).mul_(own_part(self.active, entries))
 
 
 def add_topology(module: nn.Module, weight_name: str, topology: torch.Tensor, pattern: Pattern) -> TopologyBuffer:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from sparsam.shards import whole, write
+
 __all__ = ["RetainedMoments", "check_optimizer", "moments", "reset_moments", "swap_parameter"]
 
 # Their update of one weight reads its neighbours in the matrix, which compact storage and zeros both break.
@@ -62,14 +64,16 @@ def reset_moments(
         new: bool, broadcastable to the parameter, True = begin anew.
         active: bool, broadcastable to the parameter, True = entry of an active unit; None = all of them.
     """
-    new = new.expand_as(parameter)
-    active = torch.ones_like(new) if active is None else active.expand_as(parameter)
-    for key, value in moments(optimizer, parameter).items():
+    new = new.expand(parameter.shape)
+    active = torch.ones_like(new) if active is None else active.expand(parameter.shape)
+    for key, kept in moments(optimizer, parameter).items():
+        value = whole(kept)  # under FSDP2 one moment of one layer at a time
         value.masked_fill_(new, 0.0)
         if key in _SIZES:
             # entries that never had a gradient are zero and say nothing about its size; what inactive ones had fades
             old = value[active & (value > 0)]
             value.masked_fill_(new & active, float(old.mean()) if old.numel() else 0.0)
+        write(kept, value)
 
 
 def swap_parameter(

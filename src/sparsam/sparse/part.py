@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sparsam.session import Part, Rewire, Session
+from sparsam.shards import is_sharded
 from sparsam.sparse.agreement import broadcast_topology, compare_ranks, ranks, topology_hash
 from sparsam.sparse.gathering import Gathering
 from sparsam.sparse.hidden import HiddenWeights
@@ -37,6 +38,9 @@ class SparseTraining(Part):
         keep_moments: what the optimiser knew of a unit that goes is put aside and given back when it returns. Masked
             storage only; as many bytes again as the optimiser's moments. One published comparison saw no gain from it
             (the sparse_learning repository, 1.0).
+
+    Under FSDP2 (`fully_shard`) every rank decides alike from gathered scores, one layer at a time, and writes its own
+    part; methods that keep something per weight are refused there.
 
     Layers whose weights are frozen keep them and their topology. In a loop that never enters `session.forward()`,
     "auto" is "dense", because nobody says how many backwards there will be.
@@ -91,10 +95,15 @@ class SparseTraining(Part):
                     "Build the optimiser after sparsify, or give sparsify the optimiser."
                 )
         self._refuse_compact(weights)
+        sharded = is_sharded(session.model)
+        if sharded:
+            self._refuse_sharded()
+            # each rank keeps a part of the model that it built: parts of other topologies would not fit together
+            compare_ranks(weights, session.applied_steps, session.group)
         self._weights = weights
         self._held = {name: weight.parameter for name, weight in weights.items()}
         for weight in weights.values():
-            if ranks(session.group) > 1:
+            if ranks(session.group) > 1 and not sharded:
                 broadcast_topology(weight, session.group)
             weight.hold(True)
             weight.keep_zeros()
@@ -257,6 +266,19 @@ class SparseTraining(Part):
                 raise ValueError(
                     f"{weight.name}: expected masked storage, got compact: {reason}. "
                     "Use sparsify(..., storage='masked')."
+                )
+
+    def _refuse_sharded(self) -> None:
+        kept = {
+            "weights behind zeros": self._hidden.decay is not None,
+            "keep_moments": self._retained is not None,
+            f"gathered {', '.join(self._gathering.accumulators)}": bool(self._gathering.accumulators),
+        }
+        for what, used in kept.items():
+            if used:
+                raise ValueError(
+                    f"SparseTraining: expected a method that keeps nothing per weight under fully_shard, got {what}. "
+                    "Use DistributedDataParallel for it, or a method such as rigl, set_, gmp or granet."
                 )
 
     def _open_ahead(self) -> None:

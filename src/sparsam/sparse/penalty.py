@@ -11,6 +11,7 @@ from torch import nn
 from sparsam.schedules import Schedule, constant
 from sparsam.select import select
 from sparsam.session import Part, Session
+from sparsam.shards import own, own_part, whole
 from sparsam.sparse.patterns import Pattern
 from sparsam.sparse.weights import CompactWeight, SparseWeight, sparse_weights
 
@@ -76,8 +77,8 @@ class L1(Part):
         for weight in self._penalised:
             parameter = weight.parameter
             if parameter.grad is not None:
-                pull = weight.directions() if self.groups else parameter.sign()
-                parameter.grad.add_(pull, alpha=strength)
+                pull = weight.directions() if self.groups else own(parameter).sign()
+                own(parameter.grad).add_(pull, alpha=strength)
 
     def metrics(self) -> dict[str, float]:
         return {"l1_strength": float(self.strength(max(0, self.session.applied_steps - 1)))}
@@ -97,10 +98,11 @@ class _Sparse:
         return self.weight.parameter
 
     def directions(self) -> torch.Tensor:
-        """Each weight over the norm of its unit."""
+        """Each weight over the norm of its unit; of this rank's own."""
         parameter = self.parameter
         if isinstance(self.weight, CompactWeight):
-            return _over(parameter, parameter.float().square().sum((1, 2), keepdim=True).sqrt())
+            entries = own(parameter)
+            return _over(entries, entries.float().square().sum((1, 2), keepdim=True).sqrt())
         return _by_pattern(parameter, self.weight.pattern)
 
 
@@ -121,16 +123,16 @@ class _Dense:
 
 
 def _by_pattern(parameter: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    entries = parameter.reshape(parameter.shape[0], -1)
-    shape = (entries.shape[0], entries.shape[1])
+    shape = (parameter.shape[0], parameter.shape[1:].numel())
     grid = pattern.grid(shape)
     if grid == shape:
-        return parameter.sign()
+        return own(parameter).sign()
+    entries = whole(parameter).reshape(shape)
     # where each entry's unit is: sums over units of any pattern, without what pads the units at the edge
     unit = pattern.expand(torch.arange(grid[0] * grid[1], device=parameter.device).view(grid), shape)
     sums = torch.zeros(grid[0] * grid[1], dtype=torch.float32, device=parameter.device)
     sums.index_add_(0, unit.reshape(-1), entries.float().square().reshape(-1))
-    return _over(entries, sums.sqrt()[unit]).reshape(parameter.shape)
+    return own_part(_over(entries, sums.sqrt()[unit]).reshape(parameter.shape), parameter)
 
 
 def _over(entries: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sparsam.select import select
+from sparsam.shards import refuse_sharded
 from sparsam.sparse.allocation import Allocation, uniform
 from sparsam.sparse.candidates import Candidate, LinearProfile, Options, decide, places, read_by_attention, table_of
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
@@ -204,6 +205,7 @@ def compact(
 
 def freeze(model: nn.Module) -> None:
     """Puts a model in its frozen inference state: eval mode, and weights packed once at the first forward."""
+    refuse_sharded(model, "freeze", "Packs are of whole weights: load its state into a plain model and freeze that.")
     model.eval()
     for module in model.modules():
         if isinstance(module, SparseLinear):

@@ -17,7 +17,8 @@ __all__ = ["LayerView", "stateless_uniform"]
 @dataclass(frozen=True)
 class LayerView:
     """One sparse layer at one step. "Entries" are the weights as they are stored: (S, R, C) in compact storage, the
-    weight's own shape in masked storage; `reduce` brings any tensor of that shape to the grid of units.
+    weight's own shape in masked storage; `reduce` brings any tensor of that shape to the grid of units. Under FSDP2
+    they are DTensors, of which each rank computes its own part, and what `reduce` returns is whole on every rank.
 
     Attributes:
         name: the layer's name in the model.

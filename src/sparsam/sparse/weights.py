@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.session import Rewire
+from sparsam.shards import whole
 from sparsam.sparse.layers import SparseLinear
 from sparsam.sparse.masked import TopologyBuffer, masked_weights, plain_parameter
 from sparsam.sparse.patterns import Pattern
@@ -22,7 +23,8 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class SparseWeight(ABC):
-    """One weight with a topology. "Entries" are tensors of the stored parameter's shape."""
+    """One weight with a topology. "Entries" are tensors of the stored parameter's shape, under FSDP2 sharded as it is;
+    topologies, grids and what a rewire returns are whole on every rank."""
 
     name: str
     module: nn.Module
@@ -176,8 +178,10 @@ class CompactWeight(SparseWeight):
         rows, cols = layer.pattern.rows, layer.pattern.cols
         height = (layer.out_features - row * rows).clamp(max=rows)
         width = (layer.in_features - col * cols).clamp(max=cols)
-        grid = entries.new_zeros(layer.grid)
-        grid[row, col] = entries[live].sum((1, 2)) / (height * width)
+        # under FSDP2 one number a slot is gathered, not its weights
+        sums = whole(entries.sum((1, 2)))
+        grid = sums.new_zeros(layer.grid)
+        grid[row, col] = sums[live] / (height * width)
         return grid
 
     def rewire(self, topology: torch.Tensor) -> torch.Tensor:
@@ -249,7 +253,7 @@ class MaskedWeight(SparseWeight):
         return super().holds(parameter) and self.buffer.topology_name in self.module._buffers
 
     def reduce(self, entries: torch.Tensor) -> torch.Tensor:
-        return self.pattern.reduce(entries.reshape(self.dense_shape))
+        return self.pattern.reduce(whole(entries).reshape(self.dense_shape))
 
     @torch.no_grad()
     def rewire(self, topology: torch.Tensor) -> torch.Tensor:
@@ -262,8 +266,10 @@ class MaskedWeight(SparseWeight):
         """Nothing to do: the weight is dense, and so is its gradient."""
 
     def close_probe(self) -> torch.Tensor | None:
-        gradient = self.parameter.grad
-        return self.parameter.new_zeros(self.dense_shape) if gradient is None else gradient.reshape(self.dense_shape)
+        parameter = self.parameter
+        if parameter.grad is None:
+            return torch.zeros(self.dense_shape, dtype=parameter.dtype, device=parameter.device)
+        return whole(parameter.grad).reshape(self.dense_shape)
 
     def keep_zeros(self) -> None:
         self.buffer.apply(self.parameter)
