@@ -3,6 +3,9 @@
 from sparsam import formats
 from sparsam.comm import codecs
 from sparsam.comm.part import Compression
+from sparsam.memory.meter import MemoryMeter
+from sparsam.memory.offload import Offload
+from sparsam.memory.recompute import Recompute
 from sparsam.precision.adaptive import Adaptive
 from sparsam.precision.part import Precision
 from sparsam.precision.policies import Policy
@@ -58,14 +61,17 @@ __all__ = [
     "LayerView",
     "LearningRate",
     "LossScaler",
+    "MemoryMeter",
     "Method",
     "MovingAverage",
     "Neuron",
+    "Offload",
     "Part",
     "Pattern",
     "Policy",
     "Precision",
     "Progressive",
+    "Recompute",
     "Resize",
     "Rewire",
     "Rules",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["buffer_bytes", "peak_rss_bytes", "reset_peak_rss", "tensor_bytes", "training_bytes"]
+__all__ = ["buffer_bytes", "peak_rss_bytes", "reset_peak_rss", "resident_bytes", "tensor_bytes", "training_bytes"]
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -26,12 +26,29 @@ def peak_rss_bytes() -> int:
     Returns:
         bytes; on Linux the kernel's VmHWM, elsewhere ``ru_maxrss`` (which cannot be reset).
     """
+    return _from_status("VmHWM:") or _ru_maxrss()
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds resident now.
+
+    Returns:
+        bytes; on Linux the kernel's VmRSS, elsewhere the peak so far, which is no less.
+    """
+    return _from_status("VmRSS:") or _ru_maxrss()
+
+
+def _from_status(key: str) -> int:
     try:
         for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(key):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
+    return 0
+
+
+def _ru_maxrss() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -51,7 +68,7 @@ def reset_peak_rss() -> bool:
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind some tensors, each storage once, however many views or ties point at it."""
+    """Bytes of the storages behind some tensors on this rank, each once, however many views or ties point at it."""
     seen: dict[tuple[str, int], int] = {}
     for tensor in tensors:
         if tensor.is_sparse:
@@ -59,6 +76,7 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
         else:
             parts = [tensor]
         for part in parts:
+            part = getattr(part, "_local_tensor", part)  # of a DTensor, what this rank holds
             if part.device.type == "meta":
                 seen[("meta", id(part))] = part.numel() * part.element_size()
             else:

@@ -46,7 +46,8 @@ def parts_of(
             # after growth scores were taken, which are about the loss alone
             parts.insert(1, section.l1.build(recipe.training.steps, section.pattern.build()))
         factor = section.lr_factor
-    return [*parts, log, LearningRate(recipe.rate(sparse), factor)]
+    memory = [] if recipe.memory is None else recipe.memory.parts()
+    return [*parts, log, LearningRate(recipe.rate(sparse), factor), *memory]
 
 
 def _precision(recipe: Recipe, measured: DeviceProfile, probe: Probe) -> list[Part]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from sparsam.recipe.allocations import AnyAllocation
 from sparsam.recipe.density import AnyMethod, AnySchedule
+from sparsam.recipe.memory import Memory
 from sparsam.recipe.patterns import AnyPattern
 from sparsam.recipe.precision import AnyPrecision, PolicySection
 from sparsam.recipe.section import Strict, Typed
@@ -139,6 +140,7 @@ class Recipe(Strict):
     sparsity: Sparsity | None = Sparsity()
     optimizer: AdamW = AdamW()
     precision: AnyPrecision = "bf16"
+    memory: Memory | None = None
     training: TrainingSection = TrainingSection()
     twin: Literal["none", "sampled", "full"] = "full"
 
