@@ -2,6 +2,7 @@
 
 from sparsam import formats
 from sparsam.comm import codecs
+from sparsam.comm.federated import LocalSteps
 from sparsam.comm.part import Compression
 from sparsam.memory.meter import MemoryMeter
 from sparsam.memory.offload import Offload
@@ -60,6 +61,7 @@ __all__ = [
     "LayerRow",
     "LayerView",
     "LearningRate",
+    "LocalSteps",
     "LossScaler",
     "MemoryMeter",
     "Method",

@@ -107,6 +107,7 @@ class Session:
 
     Attributes:
         applied_steps: optimiser steps taken so far; what every schedule counts.
+        apart: steps after which ranks that train apart have equal weights again; 0: they take every step together.
         divisor: what the gradients of the window were divided by before `before_step`, the loss scale included; a part
             that gathers gradients of its own divides by it too. In a backward: what they are to be divided by if it is
             the window's last, from this rank's samples alone.
@@ -146,6 +147,7 @@ class Session:
         self.seed = _from_rank_zero(seed)
         self.group = group
         self.applied_steps = 0
+        self.apart = 0
         self.divisor = 1.0
         self._backwards = 0
         self._samples = 0.0
@@ -233,9 +235,11 @@ class Session:
         applied = all(answers) and self._clip()
         if applied:
             self.optimizer.step()
-        self.after_step(applied)
-        self.optimizer.zero_grad(set_to_none=True)
-        self._backwards, self._samples = 0, 0.0
+        try:
+            self.after_step(applied)
+        finally:  # what fails there (another rank that is gone) must not come again with the next window
+            self.optimizer.zero_grad(set_to_none=True)
+            self._backwards, self._samples = 0, 0.0
         return applied
 
     def before_step(self) -> None:

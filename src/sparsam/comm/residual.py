@@ -107,6 +107,11 @@ class Residuals:
             if kept is not None:
                 kept.masked_fill_(entries.to(kept.device), 0.0)
 
+    def scale(self, factor: float) -> None:
+        """Multiplies all residuals: by P now / P before, where a worker goes on among another number of workers."""
+        for kept in self._kept.values():
+            kept.mul_(factor)
+
     @property
     def nbytes(self) -> int:
         return sum(kept.nbytes for kept in self._kept.values())

@@ -113,6 +113,11 @@ class Precision(Part):
         if self.policy is None:
             return
         refuse_sharded(session.model, "precision", 'Use Precision("bf16") or fully_shard(mp_policy=...).')
+        if session.apart:  # each decision is one message at least, and ranks are not at the same batch
+            raise ValueError(
+                f"precision: expected one format under LocalSteps(every={session.apart}), got a policy, on which all "
+                'ranks decide together at every step. Use Precision("bf16").'
+            )
         # refuses what the device lacks; a candidate that it lacks is never chosen
         sure = [one for one in self.policy.lowest if one not in self.policy.candidates]
         requested(sure, self.device, self.simulate)

@@ -81,7 +81,8 @@ class LossScaler(Part):
 
     def accepts_step(self) -> bool:
         finite = math.isfinite(gradient_norm((parameter for _, parameter in self._trained()), math.inf))
-        finite = on_all_ranks(finite, next(self.session.model.parameters()).device)
+        if not self.session.apart:  # ranks that train apart skip steps of their own
+            finite = on_all_ranks(finite, next(self.session.model.parameters()).device)
         self._refused = not finite
         return finite
 

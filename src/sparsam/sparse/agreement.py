@@ -8,14 +8,52 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from sparsam.sparse.methods import Method
 from sparsam.sparse.weights import SparseWeight
 
-__all__ = ["broadcast_topology", "compare_ranks", "ranks", "topology_hash"]
+__all__ = ["broadcast_topology", "check_apart", "compare_ranks", "mean_of_ranks", "ranks", "topology_hash"]
+
+_LOOKED_AHEAD = 10_000
 
 
 def ranks(group: dist.ProcessGroup | None = None) -> int:
     """How many processes train the same weights; without a group, all of them."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def mean_of_ranks(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """float32, of what each rank has; a copy."""
+    mean = x.detach().float() / ranks(group)
+    if ranks(group) > 1:
+        dist.all_reduce(mean, group=group)
+    return mean
+
+
+def check_apart(method: Method, every: int, steps: range | None = None) -> None:
+    """Refuses what ranks that train apart cannot agree on: they have the same weights at multiples of `every` alone.
+
+    Args:
+        method: the one that decides topologies.
+        every: applied steps between synchronisations.
+        steps: at which it may be due; those of the first 10,000 when it is not given.
+
+    Raises:
+        ValueError: it is due between two synchronisations, or keeps something that differs between ranks.
+    """
+    kept = ", ".join(one.name for one in method.accumulators) or "weights behind zeros" * (
+        method.hidden_decay is not None
+    )
+    if kept:
+        raise ValueError(
+            f"SparseTraining: expected a method that keeps nothing on each worker under LocalSteps, got one that keeps "
+            f"{kept}. Use static, set_, rigl, gmp or granet."
+        )
+    for step in steps or range(1, _LOOKED_AHEAD + 1):
+        if step % every and method.due(step):
+            raise ValueError(
+                f"SparseTraining: expected updates at multiples of {every}, where LocalSteps(every={every}) makes "
+                f"weights equal, got one at step {step}. Give both such every=, begin= and until= that they meet."
+            )
 
 
 def topology_hash(weights: Mapping[str, SparseWeight]) -> str:

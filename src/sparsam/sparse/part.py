@@ -13,7 +13,14 @@ from torch import nn
 
 from sparsam.session import Part, Rewire, Session
 from sparsam.shards import is_sharded
-from sparsam.sparse.agreement import broadcast_topology, compare_ranks, ranks, topology_hash
+from sparsam.sparse.agreement import (
+    broadcast_topology,
+    check_apart,
+    compare_ranks,
+    mean_of_ranks,
+    ranks,
+    topology_hash,
+)
 from sparsam.sparse.gathering import Gathering
 from sparsam.sparse.hidden import HiddenWeights
 from sparsam.sparse.methods import Method, check_method
@@ -95,6 +102,8 @@ class SparseTraining(Part):
                     "Build the optimiser after sparsify, or give sparsify the optimiser."
                 )
         self._refuse_compact(weights)
+        if session.apart:
+            check_apart(self.method, session.apart)
         sharded = is_sharded(session.model)
         if sharded:
             self._refuse_sharded()
@@ -292,6 +301,12 @@ class SparseTraining(Part):
         return self.method.needs_gradient and self.method.due(self.session.applied_steps + 1)
 
     def _update(self, step: int) -> None:
+        if self.session.apart:
+            check_apart(self.method, self.session.apart, range(step, step + 1))
+            # only now have all ranks taken this step
+            for weight in self._trained():
+                if (own := self._growth.get(weight.name)) is not None:
+                    self._growth[weight.name] = _grid(weight, mean_of_ranks(own, self.session.group))
         views = {weight.name: self._view(weight, step) for weight in self._trained()}
         decided = self._decided(views, step) if views else {}
         moved = active = 0
@@ -323,7 +338,10 @@ class SparseTraining(Part):
         return decided
 
     def _view(self, weight: SparseWeight, step: int) -> LayerView:
-        gradient = weight.parameter.grad
+        gradient, found = weight.parameter.grad, moments(self.session.optimizer, weight.parameter)
+        if self.session.apart:  # of gradients the mean; moments are each rank's own, and no method may read them
+            gradient = torch.zeros_like(weight.parameter) if gradient is None else gradient
+            gradient, found = mean_of_ranks(gradient, self.session.group), {}
         return LayerView(
             name=weight.name,
             shape=weight.shape,
@@ -331,7 +349,7 @@ class SparseTraining(Part):
             topology=weight.topology.clone(),
             weight=self._hidden.weights.get(weight.name, weight.parameter.detach()),
             gradient=None if gradient is None else gradient.detach(),
-            moments=moments(self.session.optimizer, weight.parameter),
+            moments=found,
             reduce=weight.reduce,
             seed=self.session.seed,
             step=step,
@@ -349,12 +367,18 @@ def _growth_scores(weight: SparseWeight, collected: torch.Tensor | None, session
     """float32 grid of mean |dense gradient| from what a probe collected over a window."""
     if collected is None:
         return None
+    if session.apart:  # ranks meet when all have taken this step; a copy, as zeros are put back and clipping comes
+        return collected / session.divisor if weight.probe_is_local else collected.clone()
     if weight.probe_is_local:
         several = ranks(session.group)
         if several > 1:
             # signed first, absolute after
             dist.all_reduce(collected, group=session.group)
         collected = collected / (session.divisor * several)
+    return _grid(weight, collected)
+
+
+def _grid(weight: SparseWeight, collected: torch.Tensor) -> torch.Tensor:
     if tuple(collected.shape) != weight.dense_shape:
         return collected
     return weight.pattern.reduce(collected.abs())
