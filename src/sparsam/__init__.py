@@ -2,11 +2,13 @@
 
 from sparsam import formats
 from sparsam.comm import codecs
+from sparsam.comm.balance import Balance, batch_shares
 from sparsam.comm.federated import LocalSteps
 from sparsam.comm.part import Compression
 from sparsam.memory.meter import MemoryMeter
 from sparsam.memory.offload import Offload
 from sparsam.memory.recompute import Recompute
+from sparsam.comm.pipeline import Pipeline
 from sparsam.precision.adaptive import Adaptive
 from sparsam.precision.part import Precision
 from sparsam.precision.policies import Policy
@@ -55,6 +57,7 @@ __all__ = [
     "ActivatedLinear",
     "Adaptive",
     "BF16Weights",
+    "Balance",
     "Block",
     "Compression",
     "DropGrow",
@@ -70,6 +73,7 @@ __all__ = [
     "Offload",
     "Part",
     "Pattern",
+    "Pipeline",
     "Policy",
     "Precision",
     "Progressive",
@@ -87,6 +91,7 @@ __all__ = [
     "ac_dc",
     "accumulates",
     "apply_topology",
+    "batch_shares",
     "by_sensitivity",
     "codecs",
     "compact",
