@@ -36,15 +36,15 @@ __all__ = ["plan"]
 
 _LINES = {
     "step_ms": "step",
-    "compute_ms": "of it computing",
-    "exposed_ms": "waiting for the wire",
-    "rewire_ms": "a rewire's share",
+    "compute_ms": "computing",
+    "exposed_ms": "exposed",
+    "rewire_ms": "rewiring",
     "sent_bytes": "sent by a rank",
     "between_bytes": "leaves a node",
-    "memory_bytes": "memory of a rank",
-    "tokens_per_second": "of all ranks",
-    "efficiency": "parallel efficiency",
-    "cost_1000_steps": "cost of 1000 steps",
+    "memory_bytes": "memory",
+    "tokens_per_second": "tokens/s, all",
+    "efficiency": "efficiency",
+    "cost_1000_steps": "cost/1000 steps",
     "cost_run": "cost of the run",
 }
 _MOST_WORKERS = 1024
@@ -121,7 +121,7 @@ def plan(
 
     title = f"Plan of {_name(chosen)}, {_sparsity(own)}"
     rows = [
-        [label, *(row[key].text for row in figures.values())]
+        [label, *(row[key].text.removesuffix(" tokens/s") for row in figures.values())]
         for key, label in _LINES.items()
         if all(key in row for row in figures.values())
     ]
