@@ -8,11 +8,12 @@ Deltas go over the wire, never weights: they are small where training is nearly 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ class LocalSteps(Part):
             )
         deltas, began = outer.deltas(), time.perf_counter()
         own = self._report(deltas)
-        try:
+        with self._reaching_all(f"synchronisation {self.rounds + 1}"):
             reports = reports_of_all(own, session.group)
             self._check(reports)
             waited = time.perf_counter() - began
@@ -168,12 +169,6 @@ class LocalSteps(Part):
             codec = _FLOAT32 if any(report.leaving for report in reports) else self.codec
             wanted = self._wanted(deltas, share_of(own, reports))
             answers = [self._mean(names, wanted, one) for names, one in self._messages(wanted, codec)]
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"LocalSteps: expected all {size} workers at synchronisation {self.rounds + 1}, but not all can be "
-                f"reached ({str(error).splitlines()[0]}). Weights here are as they were: make a group of those that "
-                "are left and call join(), or resume from a checkpoint."
-            ) from error
         mean = {}
         for (names, one), reduced in zip(self._messages(wanted, codec), answers, strict=True):
             sizes = [wanted[name].numel() for name in names]
@@ -212,11 +207,13 @@ class LocalSteps(Part):
 
         Raises:
             ValueError: workers differ in settings or in the weights they train.
+            RuntimeError: a worker cannot be reached. Nothing has changed.
         """
         session, outer = self.session, self._attached
         deltas = outer.deltas()
         own = dataclasses.replace(self._report(deltas), state=outer.digest())
-        reports = reports_of_all(own, group)
+        with self._reaching_all("join"):
+            reports = reports_of_all(own, group)
         check_alike(reports)
         rank = most_advanced(reports)
         leader = reports[rank]
@@ -226,7 +223,8 @@ class LocalSteps(Part):
             if own.worker == leader.worker:
                 state = [(session.model.state_dict(), session.state_dict())]
                 state[0][1]["parts"][0]["residuals"] = Residuals().state_dict()  # those are its own
-            dist.broadcast_object_list(state, group=group, group_src=rank)
+            with self._reaching_all("join"):
+                dist.broadcast_object_list(state, group=group, group_src=rank)
         if own in others:
             session.model.load_state_dict(state[0][0])
             session.load_state_dict(state[0][1])
@@ -315,6 +313,18 @@ class LocalSteps(Part):
             leaving=self._leaving,
             counters=tuple(int(one) for one in outer.counters()),
         )
+
+    @contextlib.contextmanager
+    def _reaching_all(self, where: str) -> Iterator[None]:
+        """Nothing of this worker may change inside."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"LocalSteps: expected all workers at {where}, but not all can be reached "
+                f"({str(error).splitlines()[0]}). Weights here are as they were: make a group of those that are left "
+                "and call join(), or resume from a checkpoint."
+            ) from error
 
     def _check(self, reports: list[Report]) -> None:
         check_alike(reports)
