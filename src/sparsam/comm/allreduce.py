@@ -117,8 +117,10 @@ def _agreed(
     reduced = mean_over_ranks(torch.cat(taken), codec.values, group, sizes=lengths)
 
     def whole(values: Tensor) -> Tensor:
-        parts = zip(values.split(lengths), chosen, sizes, strict=True)
-        return torch.cat([codec.put(part, places, n) for part, places, n in parts])
+        out = torch.zeros_like(x)
+        for part, places, where in zip(values.split(lengths), chosen, out.split(sizes), strict=True):
+            codec.put(part, places, where)
+        return out
 
     nbytes = ring_bytes(scores.nbytes, ranks) + reduced.nbytes
     return Reduced(whole(reduced.mean), whole(reduced.sent), nbytes)

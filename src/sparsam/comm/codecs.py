@@ -206,7 +206,8 @@ class TopK(Codec):
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         chosen, *values = payload.tensors
-        return self.put(self.values.decode(Payload(tuple(values)), len(chosen) * self.block), chosen.long(), n)
+        decoded = self.values.decode(Payload(tuple(values)), len(chosen) * self.block)
+        return self.put(decoded, chosen.long(), decoded.new_zeros(n))
 
     def bytes_of(self, n: int) -> int:
         count = self._count(self.runs(n))
@@ -220,7 +221,7 @@ class TopK(Codec):
         """float32 (runs,): the importance of each, infinite where a value of it is not finite."""
         rows = self._rows(_flat(x))
         if not self.reads_weights:
-            magnitudes = rows.abs()
+            read = rows
         elif weights is None or weights.shape != x.shape:
             got = "none" if weights is None else f"{tuple(weights.shape)}"
             raise ValueError(
@@ -228,10 +229,12 @@ class TopK(Codec):
                 "Give encode the weights, or choose importance='gradient'."
             )
         else:
-            magnitudes = (rows * self._rows(weights.detach())).abs()
-        # finite values may add up to infinity: still less than one that is infinite, in a mean over ranks too
-        scores = magnitudes.sum(-1).nan_to_num_(nan=FLOAT32_MAX).clamp_(max=FLOAT32_MAX / 2)
-        return scores.masked_fill_(~rows.isfinite().all(-1), math.inf)
+            read = rows * self._rows(weights.detach())
+        scores = torch.linalg.vector_norm(read, 1, -1)  # one pass without a copy
+        if not bool(scores.isfinite().all()):
+            # finite values may add up to infinity: still less than one that is infinite, in a mean over ranks too
+            scores = scores.nan_to_num_(nan=FLOAT32_MAX).masked_fill_(~rows.isfinite().all(-1), math.inf)
+        return torch.where(scores.isinf(), scores, scores.clamp(max=FLOAT32_MAX / 2))
 
     def choose(self, scores: Tensor) -> Tensor:
         """int64, rising: which runs are sent."""
@@ -248,10 +251,15 @@ class TopK(Codec):
         """float32 (chosen * block,): the values of the chosen runs."""
         return self._rows(_flat(x)).index_select(0, chosen).view(-1)
 
-    def put(self, values: Tensor, chosen: Tensor, n: int) -> Tensor:
-        """float32 (n,): values where they were taken, zeros elsewhere."""
-        rows = values.new_zeros(self.runs(n), self.block)
-        return rows.index_copy_(0, chosen, values.view(-1, self.block)).view(-1)[:n]
+    def put(self, values: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        """Writes values to where in `out`, float32 (n,), they were taken from."""
+        values, rest = values.view(-1, self.block), len(out) % self.block
+        body = out[: len(out) - rest].view(-1, self.block)
+        if rest and len(chosen) and int(chosen[-1]) == len(body):
+            out[-rest:] = values[-1, :rest]
+            values, chosen = values[:-1], chosen[:-1]
+        body.index_copy_(0, chosen, values)
+        return out
 
     def _count(self, runs: int) -> int:
         return math.ceil(self.share * runs * (1 - 1e-12))  # 0.07 * 100 is a little more than 7

@@ -244,7 +244,6 @@ class _Worker:
         group = self.nodes or self.group
         if divisor is None:
             reduced = mean_over_ranks(x, self.codec if self.codec.lossless else Identity(), group)
-            mean = reduced.mean
         else:
             x.div_(divisor)
             wanted = []
@@ -258,11 +257,10 @@ class _Worker:
             reduced = mean_over_ranks(x, self.codec, group, sizes=sizes, weights=weights)
             for (parameter, _), part, sent in zip(gradients, wanted, reduced.sent.split(sizes), strict=True):
                 self.residuals.keep(self.exchange.names[parameter], part, sent.view(parameter.shape))
-            mean = reduced.mean * divisor
         self.exchange.nbytes += reduced.nbytes
         self.exchange.inside_nbytes += reduced.inside_nbytes
-        for (_, gradient), part in zip(gradients, mean.split(sizes), strict=True):
-            gradient.copy_(part)
+        for (_, gradient), part in zip(gradients, reduced.mean.split(sizes), strict=True):
+            torch.mul(part, divisor or 1.0, out=gradient)
 
 
 def _first(done: Future[list[Tensor]]) -> Tensor:
