@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -238,9 +240,6 @@ def test_a_checkpoint_of_the_users_own_inside_a_layer():
 
 
 def test_memory_is_let_go_with_the_graph():
-    import gc
-    import weakref
-
     model = stack()
     part = Recompute(3)
     session_of(model, part)
@@ -256,6 +255,45 @@ def test_memory_is_let_go_with_the_graph():
             assert segment() is None
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("part", ["recompute", "selective", "meter", "offload"])
+def test_no_result_outlives_the_backward(part, tmp_path):
+    """An operator that saves its own result must not hold on to itself."""
+    results = []
+
+    class Saver(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.linear = sp.SparseLinear(width, width, torch.ones(1, 1, dtype=torch.bool), sp.Block(16, 16))
+            self.activated = sp.SparseLinear(
+                width, width, torch.ones(1, 1, dtype=torch.bool), sp.Block(16, 16), activation="gelu"
+            )
+
+        def forward(self, x):
+            products = self.linear(x), self.activated(x)
+            y = products[0].sigmoid().exp() + products[1]
+            results.extend(weakref.ref(one) for one in (*products, y.tanh(), y))
+            return y.softmax(-1)
+
+    parts = {
+        "recompute": Recompute(2),
+        "selective": Recompute(2, selective=True),
+        "meter": sp.MemoryMeter(),
+        "offload": sp.Offload(1 << 20, tmp_path),
+    }
+    session = session_of(stack(4, make=Saver), parts[part])
+    gc.collect()
+    gc.disable()  # by counting references alone
+    try:
+        with session.forward():
+            loss = session.model(X).square().mean()
+        session.backward(loss)
+        del loss
+        assert len(results) >= 16
+        assert not any(result() is not None for result in results)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("selective", [False, True])

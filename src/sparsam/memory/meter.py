@@ -116,7 +116,8 @@ class MemoryMeter(Part):
         where = storage_of(tensor)
         if where is not None and where not in self._own:
             self._saved[where] = tensor.untyped_storage().nbytes()
-        return tensor, tensor._version
+        # detached: an operator's own result would hold on to the operator that holds it
+        return tensor.detach(), tensor._version
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:

@@ -78,6 +78,7 @@ class Offload(Part):
         self._own, self.moved_bytes = set(), 0
 
     def _pack(self, tensor: Tensor) -> Tensor | _Moved:
+        tensor = tensor.detach()  # an operator's own result would hold on to the operator that holds it
         size = tensor.numel() * tensor.element_size()
         where = storage_of(tensor)
         # what is expanded would take more room there than here
@@ -86,7 +87,7 @@ class Offload(Part):
         if type(tensor) is not Tensor or (self._file is None and tensor.device.type == "cpu"):
             return tensor
         self.moved_bytes += size
-        return _Moved(tensor.detach(), self._file)
+        return _Moved(tensor, self._file)
 
 
 class _Moved:

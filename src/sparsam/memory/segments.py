@@ -104,11 +104,12 @@ class Segment:
         def fill(saved: Tensor) -> Tensor:
             nonlocal reached
             reached += 1
+            saved = saved.detach()  # an operator's own result would hold on to the operator that holds it
             place = places[reached] if reached < len(places) else None
             if place is not None:
                 if (saved.shape, saved.dtype) != (place.shape, place.dtype):
                     raise _other(call.name, f"{_text(place.shape, place.dtype)}", f"{_text(saved.shape, saved.dtype)}")
-                place.value = saved.detach()
+                place.value = saved
             if reached == last:
                 raise _Filled  # nothing after it is needed
             return saved
