@@ -21,7 +21,21 @@ LAYERS = (
     {"select", "schedules", "formats", "session", "rate", "kernels", "measure", "shards", "strict_yaml", "window"},
     {"sparse", "precision", "comm", "memory"},
     {"compress", "deploy", "report", "plan", "tasks"},
-    {"integrations", "recipe", "checkpoint", "record", "run", "shard_checkpoint", "summary", "train", "twin"},
+    {
+        "integrations",
+        "recipe",
+        "checkpoint",
+        "launch",
+        "ranks",
+        "record",
+        "replicas",
+        "run",
+        "shard_checkpoint",
+        "stored_model",
+        "summary",
+        "train",
+        "twin",
+    },
     {"cli", "__main__"},
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}

@@ -3,6 +3,9 @@
 A folder holds one `NAME.safetensors` per group of tensors (model, optimizer, session, ...), `state.json` for everything
 that is not a tensor, and `manifest.json` with the size and SHA-256 of each. A folder that exists under its final name
 was written to the end: the manifest is written last and the rename comes after every byte has reached the disk.
+
+Of a run over several ranks it is one folder too: rank 0 writes what all have in common, and each rank what it has for
+itself, as `rank-NNNNN.safetensors` and `rank-NNNNN.json`.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from sparsam.ranks import ALONE, Ranks
+
 __all__ = [
     "CheckpointError",
     "load_optimizer",
     "optimizer_state",
     "pack",
     "read",
+    "read_own",
     "rng_state",
     "seed_all",
     "set_rng_state",
@@ -55,60 +61,65 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or that is not what was written; the message is one line for a person."""
 
 
-def write(folder: Path, state: Mapping[str, Any]) -> int:
+def write(folder: Path, state: Mapping[str, Any], own: Any = None, ranks: Ranks = ALONE) -> int:
     """Writes a state under a temporary name, makes sure that it is on the disk, and renames it to `folder`.
 
     Args:
-        folder: where it goes; must not exist. Its parent must exist.
-        state: group name -> nested dicts, lists, tuples, numbers, strings, None and tensors (see `pack`).
+        folder: where it goes; must not exist. Its parent must exist, and be the same for all ranks.
+        state: group name -> nested dicts, lists, tuples, numbers, strings, None and tensors (see `pack`). Rank 0's.
+        own: what this rank has for itself; None where there is one rank.
+        ranks: that write together; where one of them fails, nothing is written.
 
     Returns:
-        Bytes written.
+        Bytes written, by all ranks.
 
     Raises:
         OSError: the disk is full or not writable. Nothing under the final name, nothing left under the temporary one.
     """
     partial = folder.parent / f".partial-{folder.name}"
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir()
-        manifest: dict[str, Any] = {"format": FORMAT, "files": {}}
-        trees: dict[str, Any] = {}
-        for group, value in state.items():
-            tensors, trees[group] = pack(value)
-            if tensors:
-                name = f"{group}.safetensors"
-                manifest["files"][name] = _write_file(partial / name, _safetensors(tensors))
-        manifest["files"]["state.json"] = _write_file(partial / "state.json", iter([_json(trees)]))
-        _write_file(partial / "manifest.json", iter([_json(manifest)]))
-        _sync_folder(partial)
-        partial.rename(folder)
-        _sync_folder(folder.parent)
+        with ranks.together():
+            if ranks.first:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
+        files: dict[str, Any] = {}
+        with ranks.together():
+            if ranks.first:
+                files |= _write_groups(partial, state)
+            if own is not None:
+                files |= _write_own(partial, _name_of(ranks.rank), own)
+        files = {name: entry for one in ranks.all_of(files) for name, entry in one.items()}
+        with ranks.together():
+            if ranks.first:
+                _write_file(partial / "manifest.json", iter([_json({"format": FORMAT, "files": files})]))
+                _sync_folder(partial)
+                partial.rename(folder)
+                _sync_folder(folder.parent)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if ranks.first:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
-    return sum(entry["bytes"] for entry in manifest["files"].values())
+    return sum(entry["bytes"] for entry in files.values())
 
 
-def read(folder: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
+def read(folder: Path, groups: Collection[str] | None = None, check_ranks: bool = True) -> dict[str, Any]:
     """Reads what `write` wrote, after checking every file that it reads against the manifest.
 
     Args:
         folder: what was written.
-        groups: the groups to read; None is all of them.
+        groups: the groups to read; None is all of them, and checks what ranks have for themselves too.
+        check_ranks: False leaves that to another rank.
 
     Raises:
         CheckpointError: a file is missing, changed, or of a newer format.
     """
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        if manifest["format"] > FORMAT:
-            raise CheckpointError(
-                f"{folder}: checkpoint format {manifest['format']} is newer than {FORMAT}, "
-                "the newest that this Sparsam reads. Upgrade Sparsam."
-            )
+        manifest = _manifest(folder)
         for name, entry in manifest["files"].items():
-            if groups is None or name == "state.json" or name.removesuffix(".safetensors") in groups:
+            if name.startswith("rank-"):
+                if groups is None and check_ranks:
+                    _check_file(folder / name, entry)
+            elif groups is None or name == "state.json" or name.removesuffix(".safetensors") in groups:
                 _check_file(folder / name, entry)
         trees = json.loads((folder / "state.json").read_bytes())
         return {
@@ -118,6 +129,24 @@ def read(folder: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
             for group, tree in trees.items()
             if groups is None or group in groups
         }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: not a whole checkpoint ({error}).") from error
+
+
+def read_own(folder: Path, rank: int) -> Any:
+    """What a rank had for itself.
+
+    Raises:
+        CheckpointError: see `read`.
+    """
+    name = _name_of(rank)
+    try:
+        files = _manifest(folder)["files"]
+        for one in (f"{name}.json", f"{name}.safetensors"):
+            if one in files:
+                _check_file(folder / one, files[one])
+        tensors = _read_safetensors(folder / f"{name}.safetensors") if f"{name}.safetensors" in files else {}
+        return unpack(tensors, json.loads((folder / f"{name}.json").read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: not a whole checkpoint ({error}).") from error
 
@@ -257,6 +286,40 @@ def write_json(path: Path, value: Any) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _name_of(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
+    if manifest["format"] > FORMAT:
+        raise CheckpointError(
+            f"{folder}: checkpoint format {manifest['format']} is newer than {FORMAT}, "
+            "the newest that this Sparsam reads. Upgrade Sparsam."
+        )
+    return manifest
+
+
+def _write_groups(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    files: dict[str, Any] = {}
+    trees: dict[str, Any] = {}
+    for group, value in state.items():
+        tensors, trees[group] = pack(value)
+        if tensors:
+            name = f"{group}.safetensors"
+            files[name] = _write_file(folder / name, _safetensors(tensors))
+    files["state.json"] = _write_file(folder / "state.json", iter([_json(trees)]))
+    return files
+
+
+def _write_own(folder: Path, name: str, own: Any) -> dict[str, Any]:
+    tensors, tree = pack(own)
+    files = {f"{name}.json": _write_file(folder / f"{name}.json", iter([_json(tree)]))}
+    if tensors:
+        files[f"{name}.safetensors"] = _write_file(folder / f"{name}.safetensors", _safetensors(tensors))
+    return files
 
 
 def _parameter_names(model: nn.Module) -> dict[Tensor, str]:

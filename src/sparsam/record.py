@@ -8,14 +8,30 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from sparsam import measure
+from sparsam.kernels.ops import backend
 from sparsam.measure.flops import StepFlops
 from sparsam.precision.part import Precision
+from sparsam.ranks import Ranks
 from sparsam.session import Part, Rewire, Session
 from sparsam.sparse.weights import CompactWeight, sparse_weights
 
-__all__ = ["Clock", "Operations", "Progress", "TopologyLog", "format_records", "step_record"]
+__all__ = [
+    "Clock",
+    "Operations",
+    "Peak",
+    "Progress",
+    "TopologyLog",
+    "changed_bits",
+    "decides_bits",
+    "format_records",
+    "step_record",
+]
+
+_WHOLE_PEAK = "the peak of memory counts from the start of the process, this system cannot reset it"
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,34 @@ class Operations:
         self.computed, self.on_paper = float(known["computed"]), float(known["on_paper"])
 
 
+class Peak:
+    """The peak of memory of a training, over all times that it was taken up."""
+
+    def __init__(self) -> None:
+        self._earlier_bytes, self._is_whole = 0, False
+
+    def begin(self) -> None:
+        """Counts from here on, where the kernel allows."""
+        self._is_whole |= not measure.reset_peak_rss()
+
+    def nbytes(self, ranks: Ranks) -> int:
+        """Of the process that held most."""
+        return ranks.largest(max(self._earlier_bytes, measure.peak_rss_bytes()))
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know of it."""
+        return [_WHOLE_PEAK] if self._is_whole else []
+
+    def state_dict(self, ranks: Ranks) -> dict[str, Any]:
+        """For the next process."""
+        return {"peak_rss_bytes": self.nbytes(ranks), "peak_is_whole": self._is_whole}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self._earlier_bytes, self._is_whole = state["peak_rss_bytes"], state["peak_is_whole"]
+
+
 def step_record(progress: Progress, seconds: float, density: float, session: Session) -> dict[str, Any]:
     """The line that a step leaves in the metrics.
 
@@ -145,3 +189,21 @@ class Clock:
 
     def __exit__(self, *error: object) -> None:
         self.times.append((time.perf_counter() - self.began) * 1e3)
+
+
+def decides_bits(threads: int, ranks: int) -> dict[str, Any]:
+    """What must be the same for a resumed run to be the uninterrupted one bit for bit."""
+    subnormals = "flushed" if measure.are_flushed() else "kept"
+    return {
+        "threads": threads,
+        "kernels": backend(),
+        "torch": torch.__version__,
+        "subnormals": subnormals,
+        "ranks": ranks,
+    }
+
+
+def changed_bits(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What of `decides_bits` has changed; nothing when all is the same."""
+    then = {"subnormals": "kept", "ranks": 1, **then}  # as it was before it was noted
+    return ", ".join(f"{name} {then[name]} then, {now[name]} now" for name in now if then[name] != now[name])

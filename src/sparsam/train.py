@@ -10,21 +10,31 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from sparsam import checkpoint, measure
-from sparsam.kernels.ops import backend
+from sparsam import checkpoint, measure, replicas
 from sparsam.precision.part import Precision
-from sparsam.recipe import ALL_SLOW, Recipe, all_slow
+from sparsam.recipe import Recipe
 from sparsam.recipe.parts import parts_of, settled_state
-from sparsam.recipe.storage import Products, current, make_compact, restored, settled
-from sparsam.record import Clock, Operations, Progress, TopologyLog, format_records, step_record
+from sparsam.record import (
+    Clock,
+    Operations,
+    Peak,
+    Progress,
+    TopologyLog,
+    changed_bits,
+    decides_bits,
+    format_records,
+    step_record,
+)
 from sparsam.run import Run, RunError
 from sparsam.session import Session
 from sparsam.sparse.table import SparsityTable
+from sparsam.stored_model import StoredModel
 from sparsam.summary import figures_of
 from sparsam.tasks import language
 
@@ -36,7 +46,7 @@ _SAMPLES_OF_TWIN = 8
 _OTHER_TEXT = (
     "{}: expected the text that this run began with ({}), it has changed since. Put it back, or start a new run."
 )
-_WHOLE_PEAK = "the peak of memory counts from the start of the process, this system cannot reset it"
+_NOTHING_SENT = "compression: nothing is sent on one rank, it does nothing here"
 
 
 class Interrupted(Exception):
@@ -53,9 +63,11 @@ class Twin(Protocol):
 class Training:
     """One training in one run folder: the model, what trains it, and where it stands.
 
+    Over several ranks, each has its own share of every batch, and all of them call the same methods.
+
     Args:
         recipe: what to do.
-        run: the folder; when it holds a checkpoint, the training stands where that was taken.
+        run: the folder, and the ranks; when it holds a checkpoint, the training stands where that was taken.
         notify: is told things that a person should know, a line each.
         task: the text, when it was read already.
         resume: False begins anew beside what the folder holds, for the sampled twin, which keeps no state.
@@ -73,44 +85,37 @@ class Training:
         task: language.Task | None = None,
         resume: bool = True,
     ) -> None:
-        training = recipe.training
-        self.recipe, self.run = recipe, run
-        threads = training.threads or min(torch.get_num_threads(), measure.thread_allowance())
+        training, ranks = recipe.training, run.ranks
+        self.recipe, self.run, self.ranks = recipe, run, ranks
+        self._share = recipe.over(ranks.size)
+        threads = replicas.threads_of(recipe, ranks)
         torch.set_num_threads(threads)
         checkpoint.seed_all(training.seed)
 
         self.task = task or recipe.task()
         self.corpus = self.task.corpus
         self.model = self.task.build_model()
-        self.table: SparsityTable | None = None
         found = run.load(notify) if resume else None
         state = found and found[1]
-        self._compact: Products | None = state and state["run"].get("compact")
-        # a resumed run decides by the timings of its beginning
-        carried = state and state["run"]["profile"]
-        self._profile = measure.DeviceProfile.from_json(carried) if carried else measure.DeviceProfile()
-        if recipe.sparsity is not None:
-            self.table = recipe.sparsity.apply(self.model, self._profile, recipe)
-            if all_slow(self.table):
-                notify(ALL_SLOW)
-        if state:
-            if state["run"]["corpus"] != self.corpus.fingerprint:
-                raise RunError(_OTHER_TEXT.format(run.folder, self.corpus.name))
-            # before there is an optimiser: the state may hold other numbers of blocks
-            self.table = restored(self.table, self.model, self._compact, state["model"], self._profile, recipe)
+        if state and state["run"]["corpus"] != self.corpus.fingerprint:
+            raise RunError(_OTHER_TEXT.format(run.folder, self.corpus.name))
+        self.stored = StoredModel(self.model, recipe, ranks, state, notify)
+        if ranks.rank:
+            checkpoint.seed_all(training.seed + ranks.rank)  # the same weights, but dropout of its own
         self.optimizer = recipe.optimizer.build(self.model)
-        self._compact_at = recipe.sparsity and self.table and recipe.sparsity.compact_at(training.steps)
+        self._compact_at = recipe.sparsity and self.stored.table and recipe.sparsity.compact_at(training.steps)
         self.topologies = TopologyLog()
         self.session = self._new_session()
-        self.batches = language.Batches(self.corpus.train, training.batch, training.context, training.seed)
+        place = (ranks.rank, ranks.size)
+        self.batches = language.Batches(self.corpus.train, training.batch, training.context, training.seed, place)
         self.compiled: nn.Module = self._compiled()
         self.seconds = 0.0
         self._begun = False
         self._skipped = 0
         self._phases: dict[str, list[float]] = {}
-        self._machine = _decides_bits(threads)
+        self._machine = decides_bits(threads, ranks.size)
         self._taken = 0
-        self._earlier_peak_bytes, self._earlier_peak_is_whole = 0, False
+        self._peak = Peak()
         if found is not None:
             self._resume(*found, notify)
         self.operations = Operations(self._counted(), self.model, self.topologies)
@@ -118,8 +123,14 @@ class Training:
             self.operations.load_state_dict(state["run"].get("operations"))
         self._write_table()
         run.write("environment.json", measure.describe())
-        # The peak is that of the training, not of reading the text and timing the layers, where the kernel allows.
-        self._peak_is_whole = not measure.reset_peak_rss() or self._earlier_peak_is_whole
+        if recipe.compression is not None:
+            notify(_NOTHING_SENT if self.compression is None else self.compression.decision)
+        self._peak.begin()  # that of the training, not of reading the text and timing the layers
+
+    @property
+    def table(self) -> SparsityTable | None:
+        """What was done with each layer; None for a dense recipe."""
+        return self.stored.table
 
     @property
     def step(self) -> int:
@@ -149,12 +160,12 @@ class Training:
                 progress = self._one_step()
                 self.run.append(self._record(progress))
             show(progress)
-            if self.step == self._compact_at and self._compact is None:
+            if self.step == self._compact_at and self.stored.compact is None:
                 self._make_compact()
             at_end = self.step >= training.steps
             if at_end or self.step % training.evaluate_every == 0:
                 self._evaluate()
-            stopped = stop()
+            stopped = self.ranks.any(stop())  # all stop at the same step
             if at_end or stopped or self.step % training.checkpoint_every == 0:
                 self.save()
             if stopped and not at_end:
@@ -174,6 +185,9 @@ class Training:
 
     def finish(self) -> dict[str, Any]:
         """Writes summary.json, every figure with unit and kind; the one that is there stays when no step was taken."""
+        peak_bytes = self._peak.nbytes(self.ranks)
+        if not self.ranks.first:
+            return {}
         known = self.run.read("summary.json")
         if known is not None and not self._taken and known.get("steps") == self.step:
             return dict(known)
@@ -193,7 +207,8 @@ class Training:
         )
         if self.seconds:
             figures["train_seconds"] = figure(self.seconds, "s")
-        figures["peak_rss_bytes"] = figure(max(self._earlier_peak_bytes, measure.peak_rss_bytes()), "B")
+        figures["peak_rss_bytes"] = figure(peak_bytes, "B")
+        decision = "" if self.compression is None else self.compression.decision
         summary = {
             "steps": self.step,
             "figures": {name: figure.to_json() for name, figure in figures.items()},
@@ -201,7 +216,7 @@ class Training:
                 name: measure.measured(statistics.median(times), "ms").to_json() for name, times in self._phases.items()
             },
             "breakdown": self.run.read("breakdown.json") or {},
-            "notes": [_WHOLE_PEAK] if self._peak_is_whole else [],
+            "notes": self._peak.notes + replicas.notes(self.run.records(), self.recipe, self.ranks, decision),
         }
         self.run.write("summary.json", summary)
         return summary
@@ -215,82 +230,74 @@ class Training:
         state = {
             "model": self.model.state_dict(),
             "optimizer": checkpoint.optimizer_state(self.model, self.optimizer),
-            "session": self.session.state_dict(),
+            "session": replicas.session_state(self.session, self.compression),
             "data": self.batches.state_dict(),
             "rng": checkpoint.rng_state(),
             "run": {
                 "step": self.step,
                 "seconds": self.seconds,
-                "peak_rss_bytes": max(self._earlier_peak_bytes, measure.peak_rss_bytes()),
-                "peak_is_whole": self._peak_is_whole,
+                **self._peak.state_dict(self.ranks),
                 "operations": self.operations.state_dict(),
-                "compact": self._compact,
-                "profile": self._profile.to_json(),
+                **self.stored.state_dict(),
                 "corpus": self.corpus.fingerprint,
                 "machine": self._machine,
             },
         }
         self._write_table()
-        self.run.save(self.step, state)
+        self.run.save(self.step, state, replicas.own_state(self.compression, self.ranks))
 
     def _new_session(self) -> Session:
         """The parts that the recipe names, around the model as it is stored now."""
-        training = self.recipe.training
+        training = self._share.training
         probe = language.fixed_losses(self.model, self.corpus, training.batch, training.context)
-        ended = self._compact is not None
-        parts = parts_of(self.recipe, self.table, self.topologies, ended, self._profile, probe)
+        ended = self.stored.compact is not None
+        parts = parts_of(self.recipe, self.table, self.topologies, ended, self.stored.profile, probe)
         [self.precision] = [part for part in parts if isinstance(part, Precision)]
+        self.compression = replicas.compression_of(self.recipe, self.ranks)
+        if self.compression is not None:
+            parts.append(self.compression)
         accumulate, clip, seed = training.accumulate, self.recipe.optimizer.clip, training.seed
-        return Session(self.model, self.optimizer, parts, accumulate=accumulate, clip=clip, seed=seed)
+        model = replicas.replicated(self.model, self.ranks)
+        return Session(model, self.optimizer, parts, accumulate=accumulate, clip=clip, seed=seed)
 
     def _make_compact(self) -> None:
         """The method has ended: blocks become compact where that is faster, and everything goes on as it was."""
-        assert self.table is not None
         state = self.session.state_dict()
         state["parts"][0] = settled_state(state["parts"][0])
         self.session.detach()
-        were_masked = {row.name for row in self.table.rows if row.storage == "masked"}
-        self.table, self._compact = settled(self.table, self.model, self._profile, self.recipe)
-        make_compact(self.model, self._compact, self.optimizer)
+        counts = self.stored.make_compact(self.optimizer)
+        if self.compression is not None:
+            state["parts"][-1] = replicas.without_gone(state["parts"][-1], self.model.named_parameters())
         self.topologies = TopologyLog()
         self.session = self._new_session()
         self.session.load_state_dict(state)
         self.compiled = self._compiled()
         self.operations.recount(self._counted(), self.model, self.topologies)
-        became = were_masked & self._compact.keys()
-        counts = {"layers": len(became), "masked": len(were_masked - became)}
         self.run.append({"step": self.step, "kind": "compact", **counts})
 
     def _compiled(self) -> nn.Module:
         if not self.recipe.training.compile:
-            return self.model
+            return self.session.model
         torch.compiler.reset()  # what was compiled goes on with the layers that it has seen
         return torch.compile(self.model)  # type: ignore[return-value]
 
     def _counted(self) -> measure.StepFlops:
         """Operations of one micro-batch, on the paths that training takes, in the format that it computes in."""
-        batch = torch.zeros(self.recipe.training.batch, self.recipe.training.context, dtype=torch.int64)
+        batch = torch.zeros(self._share.training.batch, self._share.training.context, dtype=torch.int64)
         with self.session.forward():
-            return measure.training_step(self.model, batch)
+            return measure.training_step(self.model, batch).times(self.ranks.size)
 
     def _write_table(self) -> None:
         self.run.write("formats.json", self.precision.table().to_json())
-        if self.table is not None:
-            self.table = current(self.table, self.model)
-            self.run.write("profile.json", self._profile.to_json())
-            self.run.write("layers.json", self.table.to_json())
+        self.stored.write(self.run)
 
     def _resume(self, step: int, state: dict[str, Any], notify: Callable[[str], None]) -> None:
         checkpoint.load_optimizer(self.model, self.optimizer, state["optimizer"])
-        self.session.load_state_dict(state["session"])
+        replicas.load_own(self.session, self.compression, state, self.run, step)
         self.batches.load_state_dict(state["data"])
         self.seconds = state["run"]["seconds"]
-        self._earlier_peak_bytes = state["run"]["peak_rss_bytes"]
-        self._earlier_peak_is_whole = state["run"]["peak_is_whole"]
-        checkpoint.set_rng_state(state["rng"])
-        then, now = {"subnormals": "kept", **state["run"]["machine"]}, self._machine  # 0.1 kept them unasked
-        if then != now:
-            changed = ", ".join(f"{name} {then[name]} then, {now[name]} now" for name in now if then[name] != now[name])
+        self._peak.load_state_dict(state["run"])
+        if changed := changed_bits(state["run"]["machine"], self._machine):
             notify(f"This goes on from step {step}, but not bit for bit: {changed}.")
         assert self.step == step, f"the checkpoint of step {step} holds the session of step {self.step}"
 
@@ -300,24 +307,23 @@ class Training:
         losses = []
         applied = False
         while not applied:
-            with self._timed("data"):
+            with self._clock("data"):
                 batch = self.batches.next()
-            with self._timed("forward"), self.session.forward():
-                loss = language.loss_of(self.compiled, batch)
-            losses.append(self._finite(float(loss.detach())))
-            with self._timed("backward"):
-                self.session.backward(loss, samples=len(batch.inputs))
+            with self._clock("forward"), self.session.forward():
+                found = language.loss_of(self.compiled, batch)
+            losses.append(self._finite(float(found.detach())))
+            with self._clock("backward"):
+                self.session.backward(found, samples=len(batch.inputs))
             self.operations.add(1)
-            with self._timed("optimiser and rewiring"):
+            with self._clock("optimiser and rewiring"):
                 applied = self.session.step()
             self._count_skipped(applied, len(losses))
+        loss = self.ranks.mean(statistics.fmean(losses[-self.recipe.training.accumulate :]))
         seconds = time.perf_counter() - began
         self.seconds += seconds
         self._taken += 1
         tokens = len(losses) * self.recipe.training.batch * self.recipe.training.context
-        return Progress(
-            self.step, statistics.fmean(losses[-self.recipe.training.accumulate :]), tokens / seconds, seconds
-        )
+        return Progress(self.step, loss, tokens / seconds, seconds)
 
     def _profiled_step(self) -> Progress:
         """A step like all others, but slowed by the profiler: it trains, and its time stays apart."""
@@ -342,11 +348,12 @@ class Training:
         return record
 
     def _evaluate(self) -> None:
-        training = self.recipe.training
+        training, ranks = self._share.training, self.ranks
         windows = language.validation_batches(
             self.corpus.validation, training.batch, training.context, training.evaluate_windows
         )
-        loss, accuracy = language.evaluate(self.model, windows, self.session.forward)
+        own = islice(windows, ranks.rank, None, ranks.size)
+        loss, accuracy = language.evaluate(self.model, own, self.session.forward, ranks.summed)
         bits = loss / math.log(2) / self.corpus.bytes_per_token
         found = {"loss": loss, "bits_per_byte": bits, "accuracy": accuracy, "seconds": self.seconds}
         self.run.append({"step": self.step, "kind": "eval", **found})
@@ -365,7 +372,7 @@ class Training:
     def _failure(self, what: str) -> str:
         return f"{self.run.folder}: stopped after step {self.step}, {what}. Start anew with a lower optimizer.lr"
 
-    def _timed(self, phase: str) -> AbstractContextManager[None]:
+    def _clock(self, phase: str) -> AbstractContextManager[None]:
         return Clock(self._phases.setdefault(phase, []))
 
 
@@ -410,9 +417,3 @@ def _advance(twin: Twin, training: Training) -> None:
     except RunError:
         training.save()  # the twin's failure must not cost what this training has done
         raise
-
-
-def _decides_bits(threads: int) -> dict[str, Any]:
-    """What must be the same for a resumed run to be the uninterrupted one bit for bit."""
-    subnormals = "flushed" if measure.are_flushed() else "kept"
-    return {"threads": threads, "kernels": backend(), "torch": torch.__version__, "subnormals": subnormals}

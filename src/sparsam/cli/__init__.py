@@ -51,6 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: always; 0 when all went well, 130 after Ctrl-C, 2 for a wrong command line, 1 for all else.
     """
+    try:
+        _main(arguments)
+    except SystemExit as end:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        # gloo's threads may outlive the interpreter, which then aborts: a rank ends here
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(end.code or 0))
+
+
+def _main(arguments: Sequence[str] | None) -> None:
     # Large pages for tensors: page faults are a good part of a step on CPUs. torch reads this at its first allocation,
     # and the dense twin inherits it, so that both have the same.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -79,10 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _explained(error: Exception) -> str:
     from sparsam.checkpoint import CheckpointError
+    from sparsam.ranks import RankError
     from sparsam.run import RunError
+    from sparsam.sparse.agreement import TopologyError
 
     text = " ".join(str(error).split())
-    if isinstance(error, ValueError | RunError | CheckpointError) and text:
+    if isinstance(error, ValueError | RunError | CheckpointError | RankError | TopologyError) and text:
         return text
     if isinstance(error, OSError):
         return f"{error.filename or 'file'}: {error.strerror or text}."

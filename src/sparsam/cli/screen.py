@@ -32,9 +32,9 @@ class Stopped(Exception):
     """The user stopped it; the message says how to go on."""
 
 
-def console() -> Console:
-    """Standard output, made anew each time so that redirection in between is seen."""
-    return Console(highlight=False, soft_wrap=False)
+def console(quiet: bool = False) -> Console:
+    """Standard output, made anew each time so that redirection in between is seen; a quiet one prints nothing."""
+    return Console(highlight=False, soft_wrap=False, quiet=quiet)
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

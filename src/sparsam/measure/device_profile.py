@@ -148,6 +148,15 @@ class DeviceProfile:
             ValueError: not a profile, or one of a newer version.
         """
         profile = cls(path, timer, product_timer)
+        profile.carry(data)
+        return profile
+
+    def carry(self, data: Mapping[str, Any]) -> None:
+        """Answers from now on with the timings of another profile: what its `to_json` gave.
+
+        Raises:
+            ValueError: see `from_json`.
+        """
         products = data.get("products", {}) if isinstance(data, Mapping) else None  # none in older checkpoints
         if not isinstance(products, Mapping) or not isinstance(data.get("linear"), Mapping):
             raise ValueError("device profile: expected the content of DeviceProfile.to_json(), got something else.")
@@ -155,9 +164,8 @@ class DeviceProfile:
             raise ValueError(
                 f"device profile: expected version {VERSION}, got {data.get('version')!r}. Update sparsam."
             )
-        profile._linear.carry(data["linear"])
-        profile.products.timings.carry(products)
-        return profile
+        self._linear.carry(data["linear"])
+        self.products.timings.carry(products)
 
 
 def time_linear(shape: LinearShape, seconds: float = 0.4) -> LinearTiming:

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.kernels.format_linear import format_linear
 from sparsam.kernels.formats import Products
 
-__all__ = ["FormatLinear", "compiled_around", "format_layers", "multiplies_blocks", "restore_layers"]
+__all__ = ["FormatLinear", "compiled_around", "format_layers", "multiplies_blocks", "plain", "restore_layers"]
 
 
 class FormatLinear(nn.Linear):
@@ -35,10 +36,10 @@ def format_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Makes every plain nn.Linear a `FormatLinear`; those and other layers with `formats`, by name.
 
     A layer that computes in a way of its own (a subclass, a replaced or compiled forward, a reparametrised weight) is
-    left alone.
+    left alone. Names are those of the model inside DistributedDataParallel.
     """
     found = {}
-    for name, module in model.named_modules():
+    for name, module in plain(model).named_modules():
         if type(module) is nn.Linear and not {"forward", "_compiled_call_impl"} & vars(module).keys():
             module.__class__ = FormatLinear
         if hasattr(type(module), "formats"):
@@ -50,10 +51,15 @@ def compiled_around(model: nn.Module, layers: Iterable[str]) -> str | None:
     """The name of a compiled module that one of these layers is, or is part of; None if there is none."""
     compiled = [
         f"{name}." if name else ""
-        for name, module in model.named_modules()
+        for name, module in plain(model).named_modules()
         if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
     ]
     return next((name for layer in layers for name in compiled if f"{layer}.".startswith(name)), None)
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, or itself: a state must not depend on the number of ranks."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def restore_layers(layers: Iterable[nn.Module]) -> None:

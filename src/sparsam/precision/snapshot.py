@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sparsam.precision.layers import plain
 from sparsam.session import Session
 
 __all__ = ["Snapshot"]
@@ -32,7 +33,7 @@ class Snapshot:
         """Copies the state of now; costs as many bytes as the model and the optimiser have."""
         return cls(
             session.applied_steps,
-            copy.deepcopy(dict(session.model.state_dict())),
+            copy.deepcopy(dict(plain(session.model).state_dict())),
             copy.deepcopy(session.optimizer.state_dict()),
         )
 
@@ -45,7 +46,7 @@ class Snapshot:
     def restore(self, session: Session) -> None:
         """Puts weights, buffers and moments back. Counted steps stay counted; learning rates and all other settings of
         the optimiser's groups are those of now."""
-        session.model.load_state_dict(self.model)
+        plain(session.model).load_state_dict(self.model)
         moments = copy.deepcopy(self.optimizer["state"])
         session.optimizer.load_state_dict({**session.optimizer.state_dict(), "state": moments})
 

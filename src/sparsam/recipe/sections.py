@@ -14,6 +14,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from torch import nn
 
 from sparsam.recipe.allocations import AnyAllocation
+from sparsam.recipe.compression import AnyCodec, CompressionSection
 from sparsam.recipe.density import AnyMethod, AnySchedule
 from sparsam.recipe.memory import Memory
 from sparsam.recipe.patterns import AnyPattern
@@ -69,7 +70,7 @@ AnyModel = Annotated[
 # names that pydantic puts into the place of an error, and that no reader has written
 TAGS = frozenset({"gpt", "folder", "format"}).union(
     get_args(annotated)[1].tag
-    for union in (AnyPattern, AnyMethod, AnyAllocation, AnySchedule, AnyPrecision)
+    for union in (AnyPattern, AnyMethod, AnyAllocation, AnySchedule, AnyPrecision, AnyCodec)
     for annotated in get_args(get_args(union)[0])
 )
 
@@ -129,6 +130,7 @@ class TrainingSection(Strict):
     evaluate_every: int = Field(50, ge=1)
     evaluate_windows: int = Field(64, ge=1)
     checkpoint_every: int = Field(200, ge=1)
+    timeout_seconds: float = Field(600, gt=0)
 
 
 class Recipe(Strict):
@@ -140,6 +142,7 @@ class Recipe(Strict):
     sparsity: Sparsity | None = Sparsity()
     optimizer: AdamW = AdamW()
     precision: AnyPrecision = "bf16"
+    compression: CompressionSection | None = None
     memory: Memory | None = None
     training: TrainingSection = TrainingSection()
     twin: Literal["none", "sampled", "full"] = "full"
@@ -209,6 +212,31 @@ class Recipe(Strict):
     def dense(self) -> Recipe:
         """The recipe of the dense twin: the same but for sparsity, and in plain bf16 where a policy decides."""
         return self.model_copy(update={"sparsity": None, "twin": "none", "precision": self.format})
+
+    def over(self, ranks: int) -> Recipe:
+        """The recipe of each of so many ranks: its own share of every batch.
+
+        Raises:
+            ValueError: the batch cannot be shared out, or the recipe asks for what one process does alone.
+        """
+        batch, rest = divmod(self.training.batch, ranks)
+        if ranks == 1:
+            return self
+        if rest:
+            raise ValueError(
+                f"training.batch: expected one that {ranks} ranks can share, got {self.training.batch}. "
+                "Set another batch, or train on another number of ranks."
+            )
+        if self.twin != "none":
+            raise ValueError(
+                f"twin: expected none on {ranks} ranks, got {self.twin}: the dense twin trains in one process. "
+                "Add --set twin=none."
+            )
+        if self.training.compile:
+            raise ValueError(
+                f"training.compile: expected false on {ranks} ranks, got true. Add --set training.compile=false."
+            )
+        return self.model_copy(update={"training": self.training.model_copy(update={"batch": batch})})
 
     def resolved(self) -> Recipe:
         """The same with absolute paths, so that a run can be taken up again from anywhere."""

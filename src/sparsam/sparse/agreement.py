@@ -11,9 +11,21 @@ import torch.distributed as dist
 from sparsam.sparse.methods import Method
 from sparsam.sparse.weights import SparseWeight
 
-__all__ = ["broadcast_topology", "check_apart", "compare_ranks", "mean_of_ranks", "ranks", "topology_hash"]
+__all__ = [
+    "TopologyError",
+    "broadcast_topology",
+    "check_apart",
+    "compare_ranks",
+    "mean_of_ranks",
+    "ranks",
+    "topology_hash",
+]
 
 _LOOKED_AHEAD = 10_000
+
+
+class TopologyError(RuntimeError):
+    """Ranks have come to different topologies; the message is one line for a person."""
 
 
 def ranks(group: dist.ProcessGroup | None = None) -> int:
@@ -77,7 +89,7 @@ def compare_ranks(weights: Mapping[str, SparseWeight], step: int, group: dist.Pr
     """Stops all ranks when any layer's topology differs between them.
 
     Raises:
-        RuntimeError: names the layer and the ranks.
+        TopologyError: names the layer and the ranks.
     """
     own = [int(topology_hash({name: weight}), 16) for name, weight in weights.items()]
     device = next(iter(weights.values())).parameter.device
@@ -88,7 +100,7 @@ def compare_ranks(weights: Mapping[str, SparseWeight], step: int, group: dist.Pr
         column = [int(one[position]) for one in gathered]
         differing = [rank for rank, value in enumerate(column) if value != column[0]]
         if differing:
-            raise RuntimeError(
+            raise TopologyError(
                 f"{name}: expected the same topology on every rank after step {step}, but ranks {differing} differ "
                 "from rank 0. Give all ranks the same seed, weights and optimiser state, then resume from a checkpoint."
             )

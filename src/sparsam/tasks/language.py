@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,12 +144,14 @@ class Batches:
         rows: windows in a batch.
         context: tokens in a window.
         seed: with the epoch's number, decides the order and where the windows start.
+        share: (rank, ranks): of each batch this rank's windows alone, an equal part of it. The same batches on any
+            number of ranks, and no window on two of them.
 
     Raises:
         ValueError: there are fewer tokens than one window needs.
     """
 
-    def __init__(self, tokens: Tensor, rows: int, context: int, seed: int = 0) -> None:
+    def __init__(self, tokens: Tensor, rows: int, context: int, seed: int = 0, share: tuple[int, int] = (0, 1)) -> None:
         if len(tokens) < context + 1:
             raise ValueError(
                 f"expected at least {context + 1} tokens of text for a context of {context}, got {len(tokens)}. "
@@ -157,15 +159,17 @@ class Batches:
             )
         self.tokens, self.rows, self.context, self.seed = tokens, rows, context, seed
         self.drawn = 0
+        rank, ranks = share
+        self._own = range(rank * rows // ranks, (rank + 1) * rows // ranks)
         self._windows = max(1, (len(tokens) - 1) // context - 1)
         self._epoch = -1
         self._starts = torch.empty(0, dtype=torch.int64)
 
     def next(self) -> Batch:
-        """The next batch: int64 (rows, context) twice."""
+        """The next batch, or this rank's share of it: int64 (rows, context) twice."""
         first = self.drawn * self.rows
         self.drawn += 1
-        starts = torch.stack([self._start(window) for window in range(first, first + self.rows)])
+        starts = torch.stack([self._start(first + row) for row in self._own])
         return _windows(self.tokens, starts, self.context)
 
     def state_dict(self) -> dict[str, int]:
@@ -229,7 +233,10 @@ def fixed_losses(model: nn.Module, corpus: Corpus, batch: int, context: int, cou
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterable[Batch], forward: Callable[[], AbstractContextManager[object]] = nullcontext
+    model: nn.Module,
+    batches: Iterable[Batch],
+    forward: Callable[[], AbstractContextManager[object]] = nullcontext,
+    summed: Callable[[Sequence[float]], Sequence[float]] = lambda own: own,
 ) -> tuple[float, float]:
     """How well a model does on batches, in evaluation mode.
 
@@ -237,6 +244,7 @@ def evaluate(
         model: left in training mode.
         batches: of held-out text.
         forward: surrounds each forward pass, as `session.forward` does.
+        summed: adds numbers up over ranks, where each rank has its own batches.
 
     Returns:
         Mean cross-entropy in nats a token, and the share of tokens that the model held most likely.
@@ -251,7 +259,8 @@ def evaluate(
         right += int((logits.argmax(1) == targets).sum())
         tokens += len(targets)
     model.train()
-    return total / tokens, right / tokens
+    total, sure, count = summed([total, right, tokens])
+    return total / count, sure / count
 
 
 def _windows(tokens: Tensor, starts: Tensor, context: int) -> Batch:
