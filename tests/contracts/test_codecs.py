@@ -63,6 +63,18 @@ def test_a_payload_has_the_same_shapes_for_every_tensor_of_a_length(codec):
             assert decoded.dtype == torch.float32
 
 
+@every_codec
+def test_whole_grains_are_written_in_one_call_as_by_themselves(codec):
+    if codec.grain is None:
+        return  # what a value becomes depends on the whole tensor
+    parts = [normal(codec.grain * grains, grains) * grains for grains in (1, 3, 2)]
+    together = encode(codec, torch.cat(parts))
+    alone = [encode(codec, part).tensors for part in parts]
+    for place, tensor in enumerate(together.tensors):
+        assert torch.equal(tensor, torch.cat([tensors[place] for tensors in alone]))
+        assert tensor.numel() in range(6, 6 * codec.grain + 1, 6)
+
+
 def test_bytes_by_hand():
     assert Identity().bytes_of(1000) == 4000
     assert BF16().bytes_of(1000) == 2000

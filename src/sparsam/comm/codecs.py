@@ -57,6 +57,13 @@ class Codec(ABC):
         """Whether `encode` needs `weights`."""
         return False
 
+    @property
+    def grain(self) -> int | None:
+        """How many neighbours are written together, whatever else is in the tensor: tensors that are filled up to
+        multiples of it are written in one call as each is by itself. Each tensor of the payload then has equally many
+        entries for each grain, `grain` of them or fewer. None: what a value becomes depends on the whole tensor."""
+        return None
+
     @abstractmethod
     def encode(self, x: Tensor, *, weights: Tensor | None = None) -> Payload:
         """Writes a tensor.
@@ -135,6 +142,10 @@ class Int8Rows(Codec):
     def __post_init__(self) -> None:
         if self.row < 1:
             raise ValueError(f"row: expected at least 1 value under a scale, got {self.row}. 512 is a good choice.")
+
+    @property
+    def grain(self) -> int:
+        return self.row
 
     def encode(self, x: Tensor, *, weights: Tensor | None = None) -> Payload:
         written = [_quantised(rows) for rows in self._rows(_flat(x).contiguous())]

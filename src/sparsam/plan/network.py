@@ -137,7 +137,7 @@ def collective(codec: Codec, n: int, network: Network, two_level: bool = False) 
         runs = codec.runs(n)
         chosen = math.ceil(codec.share * runs) * codec.block
         return ring(4 * runs, network) + collective(codec.values, chosen, network)
-    if isinstance(codec, TopK) or codec.reads_weights:
+    if codec.grain is None:
         return _passed_on(codec.bytes_of(n), network)
     shard = codec.bytes_of(-(-n // ranks))
     return _all_to_all(shard, network) + _passed_on(shard, network)
