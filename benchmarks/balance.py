@@ -19,7 +19,6 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import parse, write
+from harness import ended_together, parse, stop_cleanly, write
 from torch import nn
 
 import sparsam as sp
@@ -51,6 +50,7 @@ def main() -> None:
     arguments = parse(
         __doc__, steps={"type": int, "default": 50, "metavar": "N", "help": "between decisions; rounds take a fifth"}
     )
+    stop_cleanly()
     options = {"width": 128, "batch": 64, "every": 10, "round": 4, "rounds": 2}
     if not arguments.quick:
         options = {"width": 384, "batch": 256, "every": arguments.steps, "round": arguments.steps // 5, "rounds": 3}
@@ -60,8 +60,7 @@ def main() -> None:
     for case, shares in CASES.items():
         with limited(shares) as folders:
             if folders is None:
-                print("balance.py: expected to be allowed to make CPU control groups; run as root on Linux.")
-                return
+                raise SystemExit("balance: expected to be allowed to make CPU control groups; run as root on Linux.")
             row = {"name": case, "cpu": shares} | on_ranks(folders, {**options, "shares": shares})
         rows.append(row)
         print(
@@ -115,27 +114,12 @@ def on_ranks(folders: list[Path], options: dict[str, Any]) -> dict[str, Any]:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "row.json"
-        ranks = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    "--rank",
-                    str(rank),
-                    address,
-                    json.dumps({**options, "out": str(out), "cgroup": str(folder)}),
-                ]
-            )
-            for rank, folder in enumerate(folders)
-        ]
-        try:
-            codes = [rank.wait(timeout=1800) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        if any(codes):
-            raise SystemExit(f"balance.py: a rank failed, exit codes {codes}.")
+        given = [json.dumps({**options, "out": str(out), "cgroup": str(folder)}) for folder in folders]
+        codes = ended_together(
+            [[sys.executable, __file__, "--rank", str(rank), address, one] for rank, one in enumerate(given)]
+        )
+        if any(code != 0 for code in codes):
+            raise SystemExit(f"balance: expected ranks that end with 0, got {codes}.")
         row: dict[str, Any] = json.loads(out.read_text())
         return row
 

@@ -17,7 +17,6 @@ import json
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import parse, write
+from harness import ended_together, parse, stop_cleanly, write
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,6 +57,7 @@ def main() -> None:
     if arguments.worker:
         worker(arguments.quick, *arguments.worker)
         return
+    stop_cleanly()
     names = QUICK if arguments.quick else tuple(arguments.only or CONTENDERS)
     rows = [measure(name, arguments.quick) for name in dict.fromkeys((PLAIN, *names))]
     plain = rows[0]
@@ -89,20 +89,16 @@ def measure(name: str, quick: bool) -> dict[str, Any]:
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(rank) for rank in range(ranks(quick))]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, *(["--quick"] if quick else []), "--worker", name, str(rank), port, file],
-                env=environment,
-            )
-            for rank, file in enumerate(files)
-        ]
-        try:
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            sys.exit(f"{name}: a rank ended with {codes}. Is there enough memory?")
+        quickly = ["--quick"] if quick else []
+        codes = ended_together(
+            [
+                [sys.executable, __file__, *quickly, "--worker", name, str(rank), port, str(file)]
+                for rank, file in enumerate(files)
+            ],
+            environment,
+        )
+        if any(code != 0 for code in codes):
+            sys.exit(f"{name}: expected ranks that end with 0, got {codes}. Is there enough memory?")
         found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     fullest = max(found, key=lambda one: one["peak_bytes"])
     return {"name": name, **found[0], **fullest, "step_ms": max(one["step_ms"] for one in found)}
