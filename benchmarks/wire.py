@@ -19,7 +19,6 @@ import datetime
 import json
 import math
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -27,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +35,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 import torch.distributed as dist
-from harness import parse, write
+from harness import parse, stop_cleanly, write
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -124,8 +123,7 @@ def main() -> None:
     )
     if arguments.worker:
         work(Job(**json.loads(arguments.worker)))
-    # cleans up when it is ended from outside, too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    stop_cleanly()
     rows = run(jobs_of(arguments), arguments.rows)
     write(arguments, summarise(rows), rows)
 
@@ -297,7 +295,8 @@ def execute(line: str) -> None:
 
 
 def quietly(line: str) -> None:
-    subprocess.run(line.split(), capture_output=True, check=False)
+    with suppress(OSError):  # no such program made nothing
+        subprocess.run(line.split(), capture_output=True, check=False)
 
 
 def end(ranks: list[subprocess.Popen[bytes]]) -> None:
