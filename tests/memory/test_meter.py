@@ -84,6 +84,9 @@ def test_it_looks_at_every_so_many_steps_and_at_the_largest_batch():
     with torch.no_grad(), session.forward():
         session.model(torch.ones(100, 8))
     assert session.metrics()["memory.activations"] == 2 * small
+    step(session, 4)
+    step(session, 4)
+    assert session.metrics()["memory.activations"] == small
 
 
 def test_what_the_process_held_before_is_measured_or_given():

@@ -115,6 +115,13 @@ def test_what_it_cannot_do_is_said_in_one_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^min_bytes: expected 0 or more, got -1\.$"):
         Offload(min_bytes=-1)
 
+    session, x = step(Offload(1 << 20, tmp_path))[0], torch.randn(6, 5, 12)
+    with session.forward():
+        loss = session.model(x).square().mean()
+    x.mul_(2)  # which stayed where it is
+    with pytest.raises(RuntimeError, match=r"^Offload: expected a \(.*\) tensor as the forward saved it for the back"):
+        loss.backward()
+
     def full(*args):
         raise OSError(28, "No space left on device")
 

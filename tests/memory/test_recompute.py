@@ -346,6 +346,49 @@ def test_blocks_are_found_outermost_and_named_ones_instead():
     assert part.layers == ("layers.0.down", "layers.1.down")
 
 
+def test_lists_in_a_list_are_not_layers_but_what_is_in_them_is():
+    class Stages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stages = nn.ModuleList([nn.ModuleList([Layer(), Layer()]) for _ in range(2)])
+
+        def forward(self, x):
+            for layer in (layer for stage in self.stages for layer in stage):
+                x = layer(x)
+            return x
+
+    def run(*parts):
+        torch.manual_seed(0)
+        model = Stages()
+        found = gradients(session_of(model, *parts), X)
+        return found, sum(layer.runs for stage in model.stages for layer in stage)
+
+    part = Recompute(4)
+    (plain, _), (found, runs) = run(), run(part)
+    assert part.layers == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1")
+    assert same(plain, found)
+    assert runs == 2 * 4
+    with pytest.raises(ValueError, match=r"^stages\.0: expected a layer that is called, got a ModuleList"):
+        run(Recompute(layers=["stages.?"]))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_layer_in_several_places_runs_twice_in_each(every):
+    def run(*parts):
+        model = stack(1)
+        model.layers = nn.ModuleList([model.layers[0]] * 4)
+        session = session_of(model, *parts)
+        found = gradients(session, X, steps=2)
+        assert model.layers[0].runs == 2 * 4 * (1 + len(parts))
+        session.detach()
+        assert type(model.layers[0]) is Layer
+        return found
+
+    part = Recompute(every)
+    assert same(run(), run(part))
+    assert part.layers == ()
+
+
 @pytest.mark.parametrize("selective", [False, True])
 def test_compiled_each_layer_is_a_checkpoint(selective):
     def run(compiled, *parts):
@@ -436,6 +479,70 @@ def test_a_recomputation_that_saves_other_tensors_is_refused(how, message):
     session = session_of(model, Recompute(2))
     with pytest.raises(ValueError, match=message):
         session.backward(model(X).sum())
+
+
+class Failing(Layer):
+    """Fails after it has computed."""
+
+    fails = False
+
+    def forward(self, x):
+        found = super().forward(x)
+        if self.fails:
+            raise KeyError(found)
+        return found
+
+
+def test_a_model_that_goes_on_without_a_layer_that_raised():
+    class Forgiving(Stack):
+        def forward(self, x):
+            self.errors = []
+            for layer in self.layers:
+                try:
+                    x = layer(x)
+                except KeyError as error:
+                    self.errors.append(error)  # with what the layer had computed
+            return x
+
+    def run(*parts):
+        torch.manual_seed(0)
+        model = Forgiving(3, make=Failing)
+        model.layers[1].fails = True
+        return gradients(session_of(model, *parts), X)
+
+    assert same(run(), run(Recompute(3)))
+
+
+def test_an_evaluation_mode_between_forward_and_backward_changes_nothing():
+    def run(*parts):
+        model = stack(3)
+        session = session_of(model, *parts)
+        torch.manual_seed(1)
+        loss = model(X).square().mean()
+        model.eval()
+        session.backward(loss)
+        assert not any(module.training for module in model.modules())
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    assert same(run(), run(Recompute(2)))
+
+
+def test_a_layer_cut_off_by_detach_is_not_computed_again():
+    class Cut(Stack):
+        def forward(self, x):
+            for number, layer in enumerate(self.layers):
+                x = layer(x.detach() if number == 2 else x)
+            return x
+
+    def run(*parts):
+        torch.manual_seed(0)
+        model = Cut(4)
+        found = gradients(session_of(model, *parts), X)
+        return found, [layer.runs for layer in model.layers]
+
+    (plain, _), (found, runs) = run(), run(Recompute(4))
+    assert same(plain, found)
+    assert runs == [1, 1, 2, 2]
 
 
 def test_after_a_layer_that_raised_the_next_step_is_as_ever():

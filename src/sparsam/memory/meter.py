@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sparsam.measure.figure import Figure, measured
 from sparsam.measure.memory import buffer_bytes, peak_rss_bytes, resident_bytes, tensor_bytes, training_bytes
-from sparsam.memory.storages import own_storages, storage_of
+from sparsam.memory.storages import kept, own_storages, storage_of, unchanged
 from sparsam.session import Part, Session
 
 __all__ = ["MemoryMeter"]
@@ -48,6 +48,7 @@ class MemoryMeter(Part):
         self._bytes: dict[str, int] = {}
         self._own: set[tuple[str, int] | None] = set()
         self._saved: dict[tuple[str, int], int] = {}
+        self._activations = 0  # the most of a window's micro-batches
 
     def attach(self, session: Session) -> None:
         self.session = session
@@ -67,7 +68,7 @@ class MemoryMeter(Part):
         self._own, self._saved = own_storages(self.session.model), {}
         with saved_tensors_hooks(self._pack, _unpack):
             yield
-        self._bytes["activations"] = max(self._bytes.get("activations", 0), sum(self._saved.values()))
+        self._activations = max(self._activations, sum(self._saved.values()))
         self._saved = {}
 
     def after_step(self, applied: bool) -> None:
@@ -76,6 +77,7 @@ class MemoryMeter(Part):
             return
         self._bytes |= training_bytes(self.session.model.parameters(), self.session.optimizer)
         self._bytes["buffers"] = buffer_bytes(self.session.model)
+        self._bytes["activations"], self._activations = self._activations, 0
         residuals = [getattr(part, "residuals", None) for part in self.session.parts]
         self._bytes["residuals"] = sum(one.nbytes for one in residuals if one is not None)
 
@@ -99,7 +101,7 @@ class MemoryMeter(Part):
         return "\n".join(f"{name:14} {figures[name].text if name in figures else 'n/a'}" for name in _KINDS)
 
     def detach(self) -> None:
-        self._bytes, self._saved, self._own = {}, {}, set()
+        self._bytes, self._saved, self._own, self._activations = {}, {}, set(), 0
         self.own_bytes = self._given
 
     @property
@@ -116,19 +118,11 @@ class MemoryMeter(Part):
         where = storage_of(tensor)
         if where is not None and where not in self._own:
             self._saved[where] = tensor.untyped_storage().nbytes()
-        # detached: an operator's own result would hold on to the operator that holds it
-        return tensor.detach(), tensor._version
+        return kept(tensor)
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
-    tensor, version = packed
-    # autograd looks no longer where there are hooks
-    if tensor._version != version:
-        raise RuntimeError(
-            f"MemoryMeter: expected a {tuple(tensor.shape)} tensor as the forward saved it for the backward, got one "
-            "that was written into since. Compute out of place."
-        )
-    return tensor
+    return unchanged(packed, "MemoryMeter")
 
 
 def _fragmentation(device: torch.device) -> dict[str, Figure]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sparsam.memory.storages import own_storages, storage_of
+from sparsam.memory.storages import kept, own_storages, storage_of, unchanged
 from sparsam.session import Part, Session
 
 __all__ = ["Offload"]
@@ -77,15 +77,15 @@ class Offload(Part):
     def detach(self) -> None:
         self._own, self.moved_bytes = set(), 0
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Moved:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | _Moved:
         tensor = tensor.detach()  # an operator's own result would hold on to the operator that holds it
         size = tensor.numel() * tensor.element_size()
         where = storage_of(tensor)
         # what is expanded would take more room there than here
         if size < max(1, self.min_bytes) or where is None or where in self._own or _is_expanded(tensor):
-            return tensor
+            return kept(tensor)
         if type(tensor) is not Tensor or (self._file is None and tensor.device.type == "cpu"):
-            return tensor
+            return kept(tensor)
         self.moved_bytes += size
         return _Moved(tensor, self._file)
 
@@ -111,8 +111,8 @@ class _Moved:
         return tensor.to(self._device)
 
 
-def _unpack(packed: Tensor | _Moved) -> Tensor:
-    return packed.back() if isinstance(packed, _Moved) else packed
+def _unpack(packed: tuple[Tensor, int] | _Moved) -> Tensor:
+    return packed.back() if isinstance(packed, _Moved) else unchanged(packed, "Offload")
 
 
 class _File:

@@ -47,7 +47,7 @@ class Recompute(Part):
         selective: keep results of matrix products (blocks too), attention, convolution and top-k; all else is
             recomputed.
         layers: globs over names of modules; None finds the repeated blocks: children of one class in an nn.ModuleList
-            or nn.Sequential, the outermost, themselves made of modules.
+            or nn.Sequential, the outermost that are called, themselves made of modules.
 
     Attributes:
         recomputing: whether a recomputation is under way.
@@ -55,7 +55,7 @@ class Recompute(Part):
 
     Raises:
         ValueError: fewer than one layer; when attached: no such layers, one inside another, a compiled model or layer,
-            a second part of this kind, more than one layer of FSDP2 in a segment.
+            a list that is never called, a second part of this kind, more than one layer of FSDP2 in a segment.
 
     Source: Chen et al. 2016, arXiv:1604.06174 (segments); Korthikanti et al. 2022, arXiv:2205.05198 (selective).
     """
@@ -78,7 +78,11 @@ class Recompute(Part):
             raise ValueError("Recompute: expected one in a session, got several. Name all layers in one.")
         model = session.model.module if isinstance(session.model, DistributedDataParallel) else session.model
         names = _blocks(model) if self._globs is None else _named(model, self._globs)
-        layers = {name: model.get_submodule(name) for name in names}
+        # one layer under several names is recomputed as one, wherever it is called
+        first: dict[nn.Module, str] = {}
+        for name in names:
+            first.setdefault(model.get_submodule(name), name)
+        layers = {name: layer for layer, name in first.items()}
         if not layers:
             raise ValueError(
                 "Recompute: expected repeated blocks (modules of one class in an nn.ModuleList or nn.Sequential), got "
@@ -105,6 +109,11 @@ class Recompute(Part):
             if inner is not None:
                 raise ValueError(
                     f"{inner}: expected layers beside each other, got one inside {name}. Name one of them."
+                )
+            if type(layer).forward is nn.Module.forward:
+                raise ValueError(
+                    f"{name}: expected a layer that is called, got a {type(layer).__name__}, which is not. "
+                    "Name the layers in it."
                 )
             if "forward" in vars(layer):
                 raise ValueError(
@@ -180,7 +189,11 @@ def _blocks(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         children = list(module._modules.items())
         alike = len({type(child) for _, child in children}) == 1 and len(children) > 1
-        made = all(child is not None and child._modules for _, child in children)
+        # a list of layers is not called itself
+        made = all(
+            child is not None and child._modules and type(child).forward is not nn.Module.forward
+            for _, child in children
+        )
         inside = any(f"{name}.".startswith(f"{other}.") for other in found)
         if isinstance(module, nn.ModuleList | nn.Sequential) and alike and made and not inside:
             found += [f"{name}.{child}".lstrip(".") for child, _ in children]

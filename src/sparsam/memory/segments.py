@@ -63,8 +63,13 @@ class Segment:
         versions = [tensor._version for tensor in inputs]
         start = _Start.of(layer, inputs)
         keeping = Keeping(self._operators) if self._operators else None
-        with saved_tensors_hooks(self._pack, _unpack), keeping or contextlib.nullcontext():
-            output = forward(*args, **kwargs)
+        begin = len(self._places)
+        try:
+            with saved_tensors_hooks(self._pack, _unpack), keeping or contextlib.nullcontext():
+                output = forward(*args, **kwargs)
+        except BaseException:
+            del self._places[begin:]  # whoever goes on without this layer computes those before it again
+            raise
         if [tensor._version for tensor in inputs] != versions:
             raise ValueError(
                 f"{name}: expected a layer that leaves its inputs as they are, got one that writes into them: they "
@@ -234,6 +239,7 @@ class _Start:
         random: state of the CPU's generator; devices: those of other devices.
         generators: that the layer has for itself, and their states.
         autocast: device type, whether it is on, type and cache of it.
+        modes: modules, and whether each was training.
         buffers: module, name, the buffer, its version and a copy: a batch norm's statistics, an observer's range.
     """
 
@@ -243,6 +249,7 @@ class _Start:
     devices: tuple[list[int], list[Tensor]]
     generators: list[tuple[torch.Generator, Tensor]]
     autocast: list[tuple[str, bool, torch.dtype, bool]]
+    modes: list[tuple[nn.Module, bool]]
     buffers: list[tuple[nn.Module, str, Tensor, int, Tensor]]
 
     @classmethod
@@ -264,6 +271,7 @@ class _Start:
                 (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one), cached)
                 for one in dict.fromkeys(("cpu", device))
             ],
+            modes=[(module, module.training) for module in layer.modules()],
             buffers=[
                 (module, name, buffer, buffer._version, buffer.detach().clone())
                 for module in layer.modules()
@@ -289,6 +297,7 @@ class _Start:
     def again(self) -> Iterator[None]:
         """Everything as it was then, and afterwards as it is now: what the layer learns of its batch it has learnt."""
         now = [(module, name, module._buffers[name]) for module, name, *_ in self.buffers]
+        modes = [(module, module.training) for module, _ in self.modes]
         states = [(generator, generator.get_state()) for generator, _ in self.generators]
         with contextlib.ExitStack() as stack:
             for device, enabled, dtype, cached in self.autocast:
@@ -300,11 +309,15 @@ class _Start:
             try:
                 for generator, state in self.generators:
                     generator.set_state(state)
+                for module, training in self.modes:
+                    module.training = training
                 # others in their place, not written over: whoever holds the buffers sees no change
                 for module, name, _, _, copy in self.buffers:
                     module._buffers[name] = copy.clone()
                 yield
             finally:
+                for module, training in modes:
+                    module.training = training
                 for module, name, buffer in now:
                     module._buffers[name] = buffer
                 for generator, state in states:
