@@ -4,9 +4,10 @@
 
 Measured steps are rows of wire.py: ranks in network namespaces with links shaped by tc (Linux, root). Without --rows it
 takes them itself, in short trainings. The model of compute is one rank's short run in this process. What is fitted: how
-much slower ranks are that share the machine, for each contender, what of a link's rate arrives, what a message and a
-byte cost. Held out: a link between the others. Beside that, fitted on uncompressed contenders alone, the compressed
-ones on all links: their model's compute and their codec's cost are known, but not how ranks disturb each other.
+much slower ranks are that share the machine, for the dense and the sparse model, what of a link's rate arrives, what a
+message and a byte cost, and for how long a codec of several steps keeps a bucket waiting. Held out: a link between the
+others. Beside that, fitted on uncompressed contenders alone, the compressed ones on all links: their model's compute
+and their codec's cost are known, but not how long they wait.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 import wire
-from harness import parse, write
+from harness import parse, stop_cleanly, write
 
 import sparsam as sp
 from sparsam.comm.codecs import BF16, Codec, Identity
@@ -62,6 +63,7 @@ def main() -> None:
         keep={"type": Path, "default": None, "help": "where rows that are taken here are kept, to go on after a stop"},
         ranks={"type": int, "nargs": "+", "default": [4]},
     )
+    stop_cleanly()
     if arguments.rows is not None:
         rows = [json.loads(line) for line in arguments.rows.read_text(encoding="utf-8").splitlines()]
     else:
@@ -139,11 +141,15 @@ def judged(
         raise SystemExit(f"plan: expected rows on at least 3 links, two to fit on, got {len(links)}. Measure more.")
     held_out = links[(len(links) - 1) // 2]  # between others: a fit is not asked beyond what it has seen
     known = [row for row in rows if row["mbit"] != held_out]
-    fit = fitted([observed(row, settings, row["contender"]) for row in known])
+    fit = fitted([observed(row, settings) for row in known])
     print(
         f"fit: {1e6 * fit.alpha:.0f} us a message, {100 * fit.share:.0f} % of the rate, "
         f"{1e9 * fit.seconds_per_byte:.2g} ns a byte; slower than alone: "
         + ", ".join(f"{name} on {ranks} ranks {factor:.2f}x" for (name, ranks), factor in fit.factors.items())
+        + "".join(
+            f"; {type(codec).__name__} on {ranks} ranks waits {1e3 * wait:.1f} ms a bucket"
+            for (codec, ranks), wait in fit.waits.items()
+        )
     )
     offset = memory_offset(known, settings)
     judgements = [judgement(row, settings, fit, offset, row in known) for row in rows]
@@ -164,29 +170,30 @@ def judged(
 
 def other_contenders(rows: list[dict[str, Any]], settings: dict[str, Setting]) -> float | None:
     """Mean error for compressed contenders, none of whose steps were seen: their model's factor is fitted without."""
-    plain = [row for row in rows if row["contender"] in PLAIN]
-    groups = {group(row["contender"]) for row in plain}
-    others = [row for row in rows if row["contender"] in COMPRESSED and group(row["contender"]) in groups]
+    plain = [observed(row, settings) for row in rows if row["contender"] in PLAIN]
+    known = {(one.group, one.ranks) for one in plain}
+    seen = (observed(row, settings) for row in rows if row["contender"] in COMPRESSED)
+    others = [one for one in seen if (one.group, one.ranks) in known]
     if not others:
         return None
-    fit = fitted([observed(row, settings, group(row["contender"])) for row in plain])
+    fit = fitted(plain)
     errors = []
-    for one in (observed(row, settings, group(row["contender"])) for row in others):
+    for one in others:
         step = fit.predict(one.setting, one.group, one.ranks, one.bits_per_second).step
         errors.append(100 * abs(step / one.seconds - 1))
     return statistics.fmean(errors)
 
 
-def observed(row: dict[str, Any], settings: dict[str, Setting], group: str) -> Observation:
+def observed(row: dict[str, Any], settings: dict[str, Setting]) -> Observation:
     setting = _rewiring(settings[row["contender"]], row)
-    return Observation(setting, group, row["ranks"], 1e6 * row["mbit"], row["step_ms"] / 1e3)
+    return Observation(setting, group(row["contender"]), row["ranks"], 1e6 * row["mbit"], row["step_ms"] / 1e3)
 
 
 def judgement(
     row: dict[str, Any], settings: dict[str, Setting], fit: Fit, offset: float | None, is_fitted: bool
 ) -> dict[str, Any]:
     name, ranks = row["contender"], row["ranks"]
-    one = fit.predict(_rewiring(settings[name], row), name, ranks, 1e6 * row["mbit"])
+    one = fit.predict(_rewiring(settings[name], row), group(name), ranks, 1e6 * row["mbit"])
     kept = _memory(row)
     predicted = None if offset is None else _modelled_memory(name, settings, ranks) + offset
     made = {

@@ -157,7 +157,8 @@ def _in_buckets(setting: Setting, compute: Compute, backward: float, network: Ne
     # codecs run beside the backward pass, on the same processor: what they take moves all that follows
     delays = list(accumulate(spent))
     complete = [time + delay for time, delay in zip(ready, delays, strict=True)]
-    hidden = exposed(complete, [move.seconds for move in moves], backward + delays[-1])
+    wire = [move.seconds + compute.codec.wait for move in moves]
+    hidden = exposed(complete, wire, backward + delays[-1])
     return hidden, sum(moves, Moved()), delays[-1]
 
 

@@ -40,10 +40,16 @@ _ENCODE_BYTES, _DECODE_BYTES = 12, 8
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Seconds of one codec on one rank, by the number of values."""
+    """Seconds of one codec on one rank, by the number of values.
+
+    Attributes:
+        encode, decode: of the processor.
+        wait: for which each bucket keeps the wire waiting whatever its size: steps that follow each other.
+    """
 
     encode: Cost
     decode: Cost
+    wait: float = 0.0
 
     def seconds(self, codec: Codec, n: int, ranks: int) -> float:
         """What a rank computes to average n values, its own copy of what it sent included; see `comm.allreduce`."""
@@ -80,7 +86,7 @@ class Compute:
     seconds_per_byte: float = 0.0
 
     def scaled(self, factor: float) -> Compute:
-        """On a processor that takes `factor` times as long; codecs and sending, too."""
+        """On a processor that takes `factor` times as long; codecs and sending, too; what waits does not."""
         encode, decode = (Cost(factor * c.alpha, factor * c.beta) for c in (self.codec.encode, self.codec.decode))
         return replace(
             self,
@@ -88,7 +94,7 @@ class Compute:
             backward=factor * self.backward,
             optimizer=factor * self.optimizer,
             rewire=factor * self.rewire,
-            codec=CodecCost(encode, decode),
+            codec=replace(self.codec, encode=encode, decode=decode),
             seconds_per_byte=factor * self.seconds_per_byte,
         )
 
