@@ -58,6 +58,20 @@ def test_a_recipe_says_all_but_the_model(sparsam, recipe, cluster):
     assert "2 x 16 tokens" in result.out
 
 
+def test_a_recipe_that_recomputes_is_planned_so(sparsam, recipe, cluster):
+    def memory(*more):
+        assert sparsam("plan", recipe, "--cluster", cluster, "--batch", 16, "--json", "p.json", *more).status == 0
+        return json.loads(Path("p.json").read_text())["settings"]["dense"]["memory_bytes"]["value"]
+
+    text = recipe.read_text().replace("layers: 1", "layers: 4")
+    recipe.write_text(text)
+    plain, asked = memory(), memory("--recompute", 1)
+    recipe.write_text(text + "memory: {recompute: 1}\n")
+    assert memory() == asked < plain
+    recipe.write_text(text + "memory: {recompute: 1, selective: true}\n")
+    assert memory() == plain  # not modelled
+
+
 def test_a_plan_from_a_short_run(sparsam, recipe, tmp_path):
     (tmp_path / "here.yaml").write_text(CLUSTER.replace("DEVICE", "measured here"))
     result = sparsam("plan", recipe, "--cluster", "here.yaml", "--json", "p.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,6 +94,8 @@ def plan(
     screen = console()
     network = described.network
     spread: dict[str, Any] = {"slowest": described.slowest, "jitter": described.jitter}
+    if recompute is None and chosen.memory is not None and not chosen.memory.selective:
+        recompute = chosen.memory.recompute
     how: dict[str, Any] = {"sharding": "fsdp" if shard else "none", "recompute_every": recompute}
     with screen.status("looking at the model") as status:
         planner = _Planner(chosen, described, status.update)
@@ -194,7 +197,7 @@ class _Planner:
         compute = measured_compute(session, self._loss_of(network), workload)
         if density == 1:
             self._dense_backward = compute.backward
-        return workload, Compute(compute.forward, compute.backward, compute.optimizer, compute.ready, rewire)
+        return workload, replace(compute, rewire=rewire)
 
     def _made_sparse(self, network: nn.Module, density: float) -> SparsityTable | None:
         training = self.recipe.training
