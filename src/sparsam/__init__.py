@@ -5,6 +5,11 @@ from sparsam.comm import codecs
 from sparsam.comm.balance import Balance, batch_shares
 from sparsam.comm.federated import LocalSteps
 from sparsam.comm.part import Compression
+from sparsam.compress.aware import QuantisationAware
+from sparsam.compress.calibration import calibrate
+from sparsam.compress.layers import GroupQuantisedLinear, QuantisedLinear, QuantisedSparseLinear
+from sparsam.compress.quantise import quantise
+from sparsam.deploy.storage import load, save
 from sparsam.memory.meter import MemoryMeter
 from sparsam.memory.offload import Offload
 from sparsam.memory.recompute import Recompute
@@ -61,6 +66,7 @@ __all__ = [
     "Block",
     "Compression",
     "DropGrow",
+    "GroupQuantisedLinear",
     "LayerRow",
     "LayerView",
     "LearningRate",
@@ -77,6 +83,9 @@ __all__ = [
     "Policy",
     "Precision",
     "Progressive",
+    "QuantisationAware",
+    "QuantisedLinear",
+    "QuantisedSparseLinear",
     "Recompute",
     "Resize",
     "Rewire",
@@ -93,6 +102,7 @@ __all__ = [
     "apply_topology",
     "batch_shares",
     "by_sensitivity",
+    "calibrate",
     "codecs",
     "compact",
     "constant",
@@ -110,18 +120,21 @@ __all__ = [
     "inspect",
     "limit_rate",
     "linear",
+    "load",
     "load_shards",
     "magnitude",
     "match_slots",
-    "mest",
     "merge_adapter",
+    "mest",
     "momentum",
     "movement",
     "needs_gradient",
+    "quantise",
     "random",
     "recovery",
     "recovery_rate",
     "rigl",
+    "save",
     "save_shards",
     "select",
     "set_",

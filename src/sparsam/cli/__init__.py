@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from sparsam import __version__
-from sparsam.cli import doctor, inspect, plan, report, train
+from sparsam.cli import doctor, export, inspect, plan, report, train
 from sparsam.cli.screen import Stopped, fail
 
 __all__ = ["app", "main"]
@@ -40,6 +40,7 @@ app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
+app.command("export")(export.export)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -123,8 +123,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.products, ctx.bias_dtype = products, None if bias is None else bias.dtype
-        how = products.forward.operand
-        return product(as_rows(x), weight, how, how, bias, dtype).view(*x.shape[:-1], weight.shape[0])
+        how = products.forward
+        return product(as_rows(x), weight, how.operand, how.of_weight, bias, dtype).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -244,10 +244,10 @@ def _block_operand(
 ) -> tuple[Tensor, Tensor | None]:
     """The blocks of a weight, or of its transpose, as codes at their old places, and the scale."""
     working = block_dtype(how)
-    if how.operand.scale_covers == "nothing":
-        return operand(values, how.operand, working)
+    if how.of_weight.scale_covers == "nothing":
+        return operand(values, how.of_weight, working)
     dense = dense_from_blocks(values, *index[:2], *shape)
-    codes, scale = operand(dense.mT if transposed else dense, how.operand, working)
+    codes, scale = operand(dense.mT if transposed else dense, how.of_weight, working)
     return blocks_from_dense(codes.mT if transposed else codes, *index[:2], *values.shape[1:]), scale
 
 

@@ -56,6 +56,7 @@ class ProductFormat:
         name: as recipes and reports write it.
         operand: of weights and activations.
         gradient: of gradients with respect to a layer's output, which spread further.
+        weight: of weights where it is another than that of activations; None: the same.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433 (E4M3 for weights and activations, E5M2 for gradients).
     """
@@ -63,6 +64,12 @@ class ProductFormat:
     name: str
     operand: Format
     gradient: Format
+    weight: Format | None = None
+
+    @property
+    def of_weight(self) -> Format:
+        """The format of a weight."""
+        return self.weight or self.operand
 
     @property
     def bits(self) -> int:
