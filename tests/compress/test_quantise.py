@@ -217,3 +217,13 @@ def test_the_examples_of_the_page_run(capsys):
     for example in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
         exec(compile(example, "docs/quantise.md", "exec"), names)
     assert capsys.readouterr().out == "{'0': 'int8 blocks', '1': 'left out'}\n"
+
+
+@pytest.mark.parametrize("options", [{}, {"input_scales": {"0": 0.02}}, {"weights": "int4", "group": 16}], ids=str)
+def test_exported_at_one_batch_it_runs_at_others(options):
+    model = sparse_mlp(outputs=16)
+    quantise(model, **options)
+    program = torch.export.export(model, (torch.randn(2, 48),), dynamic_shapes=[{0: torch.export.Dim.DYNAMIC}])
+    for batch in (0, 1, 3, 7):
+        x = torch.randn(batch, 48)
+        torch.testing.assert_close(program.module()(x), model(x))

@@ -258,7 +258,7 @@ class GroupQuantisedLinear(_Quantised):
         groups = _blocks(layer.weight.detach().float(), made).unflatten(-1, (-1, group))
         amax = groups.abs().amax(-1, keepdim=True)
         # rounded before the codes are made, which then belong to the scale that is stored
-        scale = torch.where(amax > 0, amax.clamp(min=1e-12) / 7, 1.0).to(torch.bfloat16)
+        scale = torch.where(amax > 0, amax.clamp(min=formats.SMALLEST_AMAX) / 7, 1.0).to(torch.bfloat16)
         codes = (groups / scale.float()).round().clamp(-7, 7).to(torch.int8)
         made.packed, made.scale = pack_int4(codes.flatten(-2)), scale.squeeze(-1)
         _copy_bias(made, layer.bias)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsam.formats import SMALLEST_AMAX
 from sparsam.kernels.formats import INT32_TERMS, no_autocast
 from sparsam.kernels.index import dense_from_blocks
 
 __all__ = ["int8_block_linear", "int8_linear", "quantise_rows", "quantise_tensor"]
 
 _TERMS = 2**24 // 127**2  # so many products of codes are summed exactly in float32
-_SMALLEST_AMAX = 1e-12
 
 
 def int8_block_linear(
@@ -103,7 +103,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     amax = x.abs().amax(-1, keepdim=True)
-    scale = amax.clamp(min=_SMALLEST_AMAX) / 127
+    scale = amax.clamp(min=SMALLEST_AMAX) / 127
     return _codes(x, scale), scale
 
 
