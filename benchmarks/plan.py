@@ -89,7 +89,7 @@ def jobs_of(quick: bool, ranks: Sequence[int]) -> list[wire.Job]:
     for count in (2,) if quick else ranks:
         for mbit in (*links, *held_out):
             for name in names:
-                steps = 20 if quick else 12 if wire.CONTENDERS[name].density == 1 else 60
+                steps = 10 if quick else 12 if wire.CONTENDERS[name].density == 1 else 60
                 repeats = range(2 if mbit in held_out and not quick else 1)
                 jobs += [wire.Job(name, count, mbit, steps, 1, seed, **small) for seed in repeats]
     return jobs

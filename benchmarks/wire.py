@@ -106,7 +106,8 @@ class Job:
 
     @property
     def key(self) -> str:
-        return json.dumps([asdict(self), repr(CONTENDERS[self.contender])], sort_keys=True)
+        link = [] if self.mbit is None else [BURST]
+        return json.dumps([asdict(self), repr(CONTENDERS[self.contender]), *link], sort_keys=True)
 
 
 def main() -> None:
