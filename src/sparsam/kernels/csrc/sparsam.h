@@ -18,7 +18,7 @@ extern "C" {
 
 #define SPARSAM_API __attribute__((visibility("default")))
 
-enum sparsam_dtype { SPARSAM_F32 = 0, SPARSAM_BF16 = 1 };
+enum sparsam_dtype { SPARSAM_F32 = 0, SPARSAM_BF16 = 1, SPARSAM_I8 = 2 /* only where it says so */ };
 
 enum sparsam_activation {
   SPARSAM_NONE = 0,
@@ -101,6 +101,35 @@ SPARSAM_API int32_t sparsam_scores(const sparsam_layer* layer, int32_t dtype, in
  * into a buffer of that size aligned to 64 bytes. */
 SPARSAM_API int64_t sparsam_pack_bytes(const sparsam_layer* layer, int32_t dtype);
 SPARSAM_API int32_t sparsam_pack(const sparsam_layer* layer, int32_t dtype, void* packed, int32_t threads);
+
+/* The same layer in int8, for inference: y = act(acc x_scale[t] scale[n] + bias[n]), where acc is the exact sum of int8
+ * codes in 32 bits, rounded once to fp32; after that each operation rounds in fp32 (no fused multiply-add), so every path
+ * gives the same bits. Codes go from -127 to 127; at most INT32_MAX / 127^2 input features. The path follows the instruction
+ * set: AMX-int8 (blocks of multiples of 16), AVX-512-VNNI, AVX2, portable. Any block size runs on any path: what a tile has
+ * more than a block is filled with zeros at packing. */
+enum sparsam_int8_path { SPARSAM_INT8_PORTABLE = 0, SPARSAM_INT8_AVX2 = 1, SPARSAM_INT8_VNNI = 2, SPARSAM_INT8_AMX = 3 };
+typedef struct sparsam_int8_layer {
+  int64_t in_features, out_features;
+  int32_t rows, cols;
+  int64_t slots;
+  const int8_t* values;          /* (S, R, C), contiguous */
+  const float* scale;            /* (N) */
+  const int32_t *block_row, *block_col, *row_start, *row_slots; /* as in sparsam_layer */
+} sparsam_int8_layer;
+/* Which path blocks of this size take now. */
+SPARSAM_API int32_t sparsam_int8_path(int32_t rows, int32_t cols);
+/* Weights laid out for that path: size in bytes (0: the layer is not one), then the packing into such a buffer, aligned to
+ * 8 bytes. It holds all that the product needs and no pointer: it may be copied, and the layer may go. */
+SPARSAM_API int64_t sparsam_int8_pack_bytes(const sparsam_int8_layer* layer);
+SPARSAM_API int32_t sparsam_int8_pack(const sparsam_int8_layer* layer, void* packed);
+/*   x:       (T, K) at stride ldx elements. SPARSAM_I8: codes. fp32 or bf16: quantised on the way in, codes = x / scale to
+ *            nearest even, at most 127; a row with NaN or infinity comes out as NaN.
+ *   x_scale: (T), or NULL unless x is codes: each row then has the scale max(|row|, 1e-12) / 127.
+ *   bias:    (N) or NULL.   y: (T, N) contiguous, fp32 or bf16. */
+SPARSAM_API int32_t sparsam_int8_forward(const void* packed, int64_t packed_bytes, int64_t in_features,
+                                         int64_t out_features, int64_t tokens, int32_t x_dtype, const void* x, int64_t ldx,
+                                         const float* x_scale, const float* bias, int32_t activation, int32_t y_dtype,
+                                         void* y, int32_t threads);
 
 /* Causal or full softmax attention, bf16 with fp32 softmax, for (batch, heads, tokens, head) views with element
  * strides (batch, head, token) and unit stride in the last dimension. out is written the same way.
