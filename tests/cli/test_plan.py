@@ -28,18 +28,22 @@ def cluster(tmp_path):
     return path
 
 
-def test_a_plan(sparsam, cluster):
+def test_a_plan(sparsam, cluster, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     result = sparsam("plan", "gpt:2x128", "--cluster", cluster, "--batch", 2, "--json", "p.json", "--html", "p.html")
     assert result.status == 0
     for part in (
         "Every figure is modelled",
         "2 nodes of 2 ranks, 2 x 256 tokens",
         "sparse, compressed",
-        "256 workers: 62 % fewer bytes sent, 1.83x the speed: modelled",
-        "1024 workers: 78 % fewer bytes between nodes, 92 % efficiency: modelled",
+        "256 workers: 62 % fewer bytes sent, 1.83x the speed: modelled over Gbit/s between nodes",
+        "1024 workers: 78 % fewer bytes between nodes, 92 % efficiency: modelled over Gbit/s between nodes",
     ):
-        assert part in result.out, part
-    assert " measured" not in result.out.replace("none measured on this cluster", "")
+        assert part in " ".join(result.out.split()), part
+    text = " ".join(result.out.split())
+    assert " measured" not in text.replace("none measured on this cluster", "")
+    # no column is lost in a narrow terminal
+    assert text.count("kept saved 0.1 1 10 100 400") == 2
     plan = json.loads(Path("p.json").read_text())
     assert list(plan["settings"]) == ["dense", "dense, compressed", "sparse", "sparse, compressed"]
     figures = [figure for row in plan["settings"].values() for figure in row.values()]
