@@ -7,10 +7,10 @@ for what; needs root and Linux (control groups v1 or v2). The chain has 12 resid
 others 95 % sparse in 32 x 32 blocks. "skewed": all ranks are alike. "straggler": rank 1 has half of a CPU share.
 
 Contenders take turns in the same processes, by moving the layers: "even" has 3 layers on each rank; "best" is the
-fastest of the three splits that an oracle predicts best, of all 165, from each layer's CPU time and the ranks' true
-shares of a CPU, all three measured; "balanced" is what `Balance` came to, beginning with "even" and knowing neither.
-Its column includes what measuring, deciding and moving took, spread over the steps between two decisions. Times are
-medians of rounds, of the whole step, with the move before each round left out.
+fastest split of all that are measured: "even", what balancing came to, and the three of all 165 that an oracle predicts
+best, from each layer's CPU time and the ranks' true shares of a CPU; "balanced" is what `Balance` came to, beginning
+with "even" and knowing neither. Its column includes what measuring, deciding and moving took, spread over the steps
+between two decisions. Times are medians of rounds, of the whole step, with the move before each round left out.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def rank_of(rank: int, address: str, options: dict[str, Any]) -> None:
             times[bounds] += [sum(seconds[1:]) / (len(seconds) - 1)]
     if rank == 0:
         medians = {bounds: 1e3 * median(one) for bounds, one in times.items()}
-        best = min(splits[:3], key=lambda bounds: medians[bounds])
+        best = min(contenders, key=lambda bounds: medians[bounds])
         # the first decision moves layers, once: its step is in the list of overheads, not in the steady state
         overhead_ms = 1e3 * max(0.0, median(overheads)) / options["every"]
         balanced = medians[found] + overhead_ms
