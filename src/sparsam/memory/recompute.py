@@ -33,10 +33,10 @@ class Recompute(Part):
     begins a segment.
 
     Losses and gradients are those without it, bit for bit on one machine: random numbers of torch's generators and of
-    generators that layers hold, autocast and buffers are what they were in the forward. Buffers (running statistics,
-    ranges of observers) move once a batch. Hooks on modules inside a layer run twice: let those that count ask
-    `recomputing`. Python's and NumPy's random numbers are not repeated; a recomputation that saves other tensors, or
-    finds changed weights, is refused. Without gradients, in an evaluation, layers run as they are.
+    generators that layers hold, autocast, training modes and buffers are what they were in the forward. Buffers
+    (running statistics, ranges of observers) move once a batch. Hooks on modules inside a layer run twice: let those
+    that count ask `recomputing`. Python's and NumPy's random numbers are not repeated; a recomputation that saves other
+    tensors, or finds changed weights, is refused. Without gradients, in an evaluation, layers run as they are.
 
     The layers stay the objects that they were, with their parameters, names and hooks; only their class changes while
     attached. Give it after a `Precision` with a policy where layers are nn.Linear themselves. Under torch.compile each
