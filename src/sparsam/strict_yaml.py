@@ -16,17 +16,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 __all__ = ["Loader", "Strict", "explained", "kind_of", "one_line"]
 
 
-class Strict(BaseModel):
-    """A section: no unknown keys, no silent conversions, no changes after reading."""
+_MERGE = "tag:yaml.org,2002:merge"
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+class Strict(BaseModel):
+    """A section: no unknown keys, no silent conversions, no infinite numbers, no changes after reading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Loader(yaml.SafeLoader):
     """YAML without two of its traps: a key given twice is refused, and 1e-3 is a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        # what is merged (<<) is no key, and may be given anew
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != _MERGE]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.YAMLError(f"the key '{key}' is given twice (line {node.start_mark.line + 1})")

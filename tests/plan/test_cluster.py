@@ -56,6 +56,7 @@ REFUSED = {
         },
         "c.yaml: links.inside.measured: expected four different sizes of at least a byte and times above 0.",
     ),
+    "endless": ({"memory_gib": ".inf"}, "c.yaml: memory_gib: expected a finite number, got inf."),
     "slowest": ({"slowest": "0.5"}, "c.yaml: slowest: expected at least 1, got 0.5."),
 }
 
@@ -125,3 +126,12 @@ def test_a_single_rank_needs_no_links(tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "clusters").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_examples_are_read(path):
     assert read_cluster(path).network.ranks > 1
+
+
+def test_a_section_can_be_that_of_another_with_changes(tmp_path):
+    links = "{inside: &link " + FOUR + ", between: {<<: *link, alpha_seconds: 0.5}}"
+    path = tmp_path / "c.yaml"
+    path.write_text("\n".join(f"{key}: {value}" for key, value in {**GOOD, "links": links}.items()))
+    network = read_cluster(path).network
+    assert (network.inside.alpha, network.between.alpha) == (1e-3, 0.5)
+    assert network.inside.beta == network.between.beta
