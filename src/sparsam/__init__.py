@@ -8,7 +8,10 @@ from sparsam.comm.part import Compression
 from sparsam.compress.aware import QuantisationAware
 from sparsam.compress.calibration import calibrate
 from sparsam.compress.layers import GroupQuantisedLinear, QuantisedLinear, QuantisedSparseLinear
+from sparsam.compress.prune import prune, prune_in_rounds
 from sparsam.compress.quantise import quantise
+from sparsam.compress.recalibrate import recalibrate_norms
+from sparsam.compress.second_order import SecondOrder
 from sparsam.deploy.storage import load, save
 from sparsam.memory.meter import MemoryMeter
 from sparsam.memory.offload import Offload
@@ -33,7 +36,7 @@ from sparsam.sparse.layers import ActivatedLinear, SparseLinear
 from sparsam.sparse.methods import DropGrow, Method, Resize, Then
 from sparsam.sparse.part import SparseTraining
 from sparsam.sparse.patterns import NM, Block, Neuron, Pattern, Unstructured
-from sparsam.sparse.penalty import L1
+from sparsam.sparse.penalty import L1, L2
 from sparsam.sparse.published import ac_dc, gmp, granet, rigl, set_, sr_ste, static, taylor_pruning
 from sparsam.sparse.recovery import recovery, recovery_rate
 from sparsam.sparse.scores import (
@@ -57,6 +60,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "L1",
+    "L2",
     "NM",
     "Accumulator",
     "ActivatedLinear",
@@ -90,6 +94,7 @@ __all__ = [
     "Resize",
     "Rewire",
     "Rules",
+    "SecondOrder",
     "Session",
     "SparseLinear",
     "SparseTraining",
@@ -129,8 +134,11 @@ __all__ = [
     "momentum",
     "movement",
     "needs_gradient",
+    "prune",
+    "prune_in_rounds",
     "quantise",
     "random",
+    "recalibrate_norms",
     "recovery",
     "recovery_rate",
     "rigl",

@@ -166,3 +166,25 @@ def test_nothing_is_kept_and_nothing_stays_behind():
 def test_what_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("storage", ["compact", "masked"])
+def test_l2_pulls_by_the_weight_itself_and_follows_its_schedule(storage):
+    model = layer(WEIGHT)
+    sp.sparsify(model, sp.Block(2, 2), 0.5, storage=storage)
+    weight = next(iter(model.parameters()))
+    session = session_of(model, penalty := sp.L2(sp.linear(0.5, 0.0, steps=2)), lr=1.0)
+    for strength in (0.5, 0.25, 0.0):
+        expected = weight.detach() * (1 - strength)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        session.before_step()
+        session.optimizer.step()
+        session.after_step()
+        assert torch.equal(weight.detach(), expected)
+        assert penalty.metrics() == {"l2_strength": strength}
+
+
+def test_l2_says_what_it_needs():
+    with pytest.raises(ValueError, match="L2: expected a model with sparse layers"):
+        session_of(layer(WEIGHT), sp.L2(0.1))

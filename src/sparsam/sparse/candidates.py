@@ -15,7 +15,7 @@ from sparsam.sparse.allocation import Allocation, check_density, share_out
 from sparsam.sparse.layers import ActivatedLinear, SparseLinear
 from sparsam.sparse.masked import maskable, masked_weights, reparametrised
 from sparsam.sparse.patterns import Block, Pattern, Unstructured
-from sparsam.sparse.scores import magnitude
+from sparsam.sparse.scores import Score, check_functions, scored
 from sparsam.sparse.table import LayerRow, SparsityTable
 from sparsam.sparse.views import LayerView, stateless_uniform
 
@@ -57,6 +57,7 @@ class Options:
     format: str
     if_slow: str
     seed: int
+    score: Score
 
     def check(self, pattern: Pattern, density: float) -> None:
         if not isinstance(pattern, Pattern):
@@ -76,6 +77,7 @@ class Options:
             raise ValueError(
                 "tokens: a profile was given without the number of rows it should time. Pass tokens=batch * length."
             )
+        check_functions(score=self.score)
         check_density(density)
 
 
@@ -184,7 +186,7 @@ def decide(model: nn.Module, pattern: Pattern, density: float, options: Options)
         elif options.profile is not None and is_compact and isinstance(pattern, Block):
             _time(candidate, pattern, options.profile, options.tokens or 0, options.format, options.if_slow)
         if candidate.storage != "dense":
-            candidate.topology = _first_topology(candidate, pattern, options.seed)
+            candidate.topology = _first_topology(candidate, pattern, options)
     return candidates
 
 
@@ -308,9 +310,9 @@ def _time(candidate: Candidate, pattern: Block, profile: LinearProfile, tokens: 
         candidate.reason = "compact measured slower: used as asked"
 
 
-def _first_topology(candidate: Candidate, pattern: Pattern, seed: int) -> torch.Tensor:
-    view = _view(candidate, pattern, seed)
-    scores = magnitude(view)
+def _first_topology(candidate: Candidate, pattern: Pattern, options: Options) -> torch.Tensor:
+    view, seed = _view(candidate, pattern, options.seed), options.seed
+    scores = scored(options.score, view)
     count = pattern.count(view.units, candidate.density)
     ties = stateless_uniform(tuple(scores.shape), seed, 0, candidate.name, scores.device)
     return pattern.choose(scores, count, ties)

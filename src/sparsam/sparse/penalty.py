@@ -1,4 +1,4 @@
-"""L1 and group-lasso regularisation as a part: what pulls weights, or whole units, to zero before they are pruned."""
+"""L1, group lasso and L2 as parts: what pulls weights, or whole units, to zero before they are pruned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsam.shards import own, own_part, whole
 from sparsam.sparse.patterns import Pattern
 from sparsam.sparse.weights import CompactWeight, SparseWeight, sparse_weights
 
-__all__ = ["L1"]
+__all__ = ["L1", "L2"]
 
 
 class L1(Part):
@@ -57,13 +57,13 @@ class L1(Part):
         chosen = select(matrices, self.dense) if self.dense else []
         if chosen and self.groups is True:
             raise ValueError(
-                f"L1: expected a pattern for the groups of {chosen[0]}, which is dense and has none of its own. "
-                "Give groups=Block(32, 32) or another pattern."
+                f"{type(self).__name__}: expected a pattern for the groups of {chosen[0]}, which is dense and has none "
+                "of its own. Give groups=Block(32, 32) or another pattern."
             )
         if not weights and not chosen:
             raise ValueError(
-                "L1: expected a model with sparse layers or dense=[...] that names some, got neither. "
-                "Call sparsify first, with density 1 for a dense start."
+                f"{type(self).__name__}: expected a model with sparse layers or dense=[...] that names some, got "
+                "neither. Call sparsify first, with density 1 for a dense start."
             )
         pattern = self.groups if isinstance(self.groups, Pattern) else None
         self._penalised = [_Sparse(weight) for weight in weights.values()]
@@ -77,14 +77,34 @@ class L1(Part):
         for weight in self._penalised:
             parameter = weight.parameter
             if parameter.grad is not None:
-                pull = weight.directions() if self.groups else own(parameter).sign()
-                own(parameter.grad).add_(pull, alpha=strength)
+                own(parameter.grad).add_(self._pull(weight), alpha=strength)
 
     def metrics(self) -> dict[str, float]:
-        return {"l1_strength": float(self.strength(max(0, self.session.applied_steps - 1)))}
+        name = f"{type(self).__name__.lower()}_strength"
+        return {name: float(self.strength(max(0, self.session.applied_steps - 1)))}
 
     def detach(self) -> None:
         self._penalised = []
+
+    def _pull(self, weight: _Sparse | _Dense) -> torch.Tensor:
+        return weight.directions() if self.groups else own(weight.parameter).sign()
+
+
+class L2(L1):
+    """Adds strength * w to the gradients of weights before each step: weight decay whose strength may be scheduled.
+
+    With SGD the same as its `weight_decay`; Adam divides it as any gradient, where AdamW's own decay is apart.
+
+    Args:
+        strength: of the penalty, a number or a schedule of the applied step; one that falls to 0 ends it.
+        dense: globs over the names of layers whose dense weight matrix gets the penalty too; sparse ones always do.
+    """
+
+    def __init__(self, strength: float | Schedule, *, dense: Sequence[str] = ()) -> None:
+        super().__init__(strength, dense=dense)
+
+    def _pull(self, weight: _Sparse | _Dense) -> torch.Tensor:
+        return own(weight.parameter)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from sparsam.sparse.layers import ActivatedLinear, SparseLinear
 from sparsam.sparse.masked import TopologyBuffer, add_topology, masked_weights, plain_parameter, remove_topology
 from sparsam.sparse.moments import check_optimizer, reset_moments, swap_parameter
 from sparsam.sparse.patterns import Block, Pattern
+from sparsam.sparse.scores import Score, magnitude
 from sparsam.sparse.table import SparsityTable
 
 __all__ = ["LinearProfile", "compact", "densify", "freeze", "inspect", "sparsify", "unfreeze"]
@@ -45,8 +46,9 @@ def sparsify(
     if_slow: Literal["dense", "scatter", "compact"] = "dense",
     optimizer: torch.optim.Optimizer | None = None,
     seed: int = 0,
+    score: Score = magnitude,
 ) -> SparsityTable:
-    """Makes a model's eligible layers sparse, in place. The first topology keeps the largest magnitudes.
+    """Makes a model's eligible layers sparse, in place. The first topology keeps the units of the highest scores.
 
     Args:
         model: changed in place, before it is wrapped (DDP, FSDP) or compiled.
@@ -69,7 +71,8 @@ def sparsify(
         if_slow: what to do where the profile says that compact is not faster: leave the layer "dense", or store it
             compact and "scatter" it for a dense product, or use the "compact" product all the same.
         optimizer: one that exists already; its state is carried over to the new parameters.
-        seed: orders equal magnitudes.
+        seed: orders equal scores.
+        score: of units. One that reads gradients finds those of the last backward; `prune` brings it more.
 
     Returns:
         The table of every weight matrix: what was done, and why. `print` it.
@@ -82,7 +85,9 @@ def sparsify(
         raise ValueError(f"headroom: expected a share of further slots >= 0, got {headroom}.")
     if optimizer is not None:
         check_optimizer(optimizer)
-    options = Options(include, exclude, heads, embeddings, allocation, storage, profile, tokens, format, if_slow, seed)
+    options = Options(
+        include, exclude, heads, embeddings, allocation, storage, profile, tokens, format, if_slow, seed, score
+    )
     candidates = decide(model, pattern, density, options)
     if not any(candidate.topology is not None for candidate in candidates):
         reasons = "; ".join(f"{candidate.name or 'the model'}: {candidate.reason}" for candidate in candidates[:4])
@@ -117,6 +122,7 @@ def inspect(model: nn.Module, pattern: Pattern, density: float, **options: Any) 
         "format": "bf16",
         "if_slow": "dense",
         "seed": 0,
+        "score": magnitude,
     }
     for undecisive in ("sparse_fan_in", "headroom", "optimizer"):
         options.pop(undecisive, None)
