@@ -55,6 +55,7 @@ def test_one_that_fails_ends_the_others(harness):
     assert harness.ended_together([sleeps(0, 600)], seconds=0.1) == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wire", "balance"])
 def test_what_is_not_permitted_is_said_in_one_line(name, tmp_path):
     """Without programs to shape a link with, or where there are no control groups."""
