@@ -7,11 +7,13 @@ from sparsam.comm.federated import LocalSteps
 from sparsam.comm.part import Compression
 from sparsam.compress.aware import QuantisationAware
 from sparsam.compress.calibration import calibrate
+from sparsam.compress.distil import Distillation
 from sparsam.compress.layers import GroupQuantisedLinear, QuantisedLinear, QuantisedSparseLinear
 from sparsam.compress.prune import prune, prune_in_rounds
 from sparsam.compress.quantise import quantise
 from sparsam.compress.recalibrate import recalibrate_norms
 from sparsam.compress.second_order import SecondOrder
+from sparsam.compress.teaching import soft_target_loss
 from sparsam.deploy.storage import load, save
 from sparsam.memory.meter import MemoryMeter
 from sparsam.memory.offload import Offload
@@ -69,6 +71,7 @@ __all__ = [
     "Balance",
     "Block",
     "Compression",
+    "Distillation",
     "DropGrow",
     "GroupQuantisedLinear",
     "LayerRow",
@@ -146,6 +149,7 @@ __all__ = [
     "save_shards",
     "select",
     "set_",
+    "soft_target_loss",
     "sparsify",
     "sr_ste",
     "stages",
