@@ -33,6 +33,7 @@ LAYERS = (
         "shard_checkpoint",
         "stored_model",
         "summary",
+        "teacher",
         "train",
         "twin",
     },

@@ -37,6 +37,7 @@ from sparsam.sparse.table import SparsityTable
 from sparsam.stored_model import StoredModel
 from sparsam.summary import figures_of
 from sparsam.tasks import language
+from sparsam.teacher import counted_step, distillation_of, loss_of
 
 __all__ = ["Interrupted", "Progress", "Training", "Twin", "train"]
 
@@ -95,6 +96,7 @@ class Training:
         self.task = task or recipe.task()
         self.corpus = self.task.corpus
         self.model = self.task.build_model()
+        self.distillation = distillation_of(recipe)
         found = run.load(notify) if resume else None
         state = found and found[1]
         if state and state["run"]["corpus"] != self.corpus.fingerprint:
@@ -254,8 +256,7 @@ class Training:
         parts = parts_of(self.recipe, self.table, self.topologies, ended, self.stored.profile, probe)
         [self.precision] = [part for part in parts if isinstance(part, Precision)]
         self.compression = replicas.compression_of(self.recipe, self.ranks)
-        if self.compression is not None:
-            parts.append(self.compression)
+        parts += [one for one in (self.distillation, self.compression) if one is not None]
         accumulate, clip, seed = training.accumulate, self.recipe.optimizer.clip, training.seed
         model = replicas.replicated(self.model, self.ranks)
         return Session(model, self.optimizer, parts, accumulate=accumulate, clip=clip, seed=seed)
@@ -285,7 +286,7 @@ class Training:
         """Operations of one micro-batch, on the paths that training takes, in the format that it computes in."""
         batch = torch.zeros(self._share.training.batch, self._share.training.context, dtype=torch.int64)
         with self.session.forward():
-            return measure.training_step(self.model, batch).times(self.ranks.size)
+            return counted_step(self.model, batch, self.distillation).times(self.ranks.size)
 
     def _write_table(self) -> None:
         self.run.write("formats.json", self.precision.table().to_json())
@@ -310,7 +311,7 @@ class Training:
             with self._clock("data"):
                 batch = self.batches.next()
             with self._clock("forward"), self.session.forward():
-                found = language.loss_of(self.compiled, batch)
+                found = loss_of(self.compiled, batch, self.distillation)
             losses.append(self._finite(float(found.detach())))
             with self._clock("backward"):
                 self.session.backward(found, samples=len(batch.inputs))

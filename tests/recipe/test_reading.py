@@ -24,7 +24,8 @@ REFUSED = {
     "no near name": (
         "foo: 1",
         "r.yaml: foo: there is no such key; "
-        "known are version, model, data, sparsity, optimizer, precision, memory, training, twin.",
+        "known are version, model, data, sparsity, optimizer, precision, compression, distillation, memory, "
+        "training, twin.",
     ),
     "too large": ("sparsity: {density: 2.0}", "r.yaml: sparsity.density: expected at most 1, got 2.0."),
     "zero": ("sparsity: {density: 0.0}", "r.yaml: sparsity.density: expected greater than 0, got 0.0."),

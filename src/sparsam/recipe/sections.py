@@ -16,6 +16,7 @@ from torch import nn
 from sparsam.recipe.allocations import AnyAllocation
 from sparsam.recipe.compression import AnyCodec, CompressionSection
 from sparsam.recipe.density import AnyMethod, AnySchedule
+from sparsam.recipe.distillation import DistillationSection
 from sparsam.recipe.memory import Memory
 from sparsam.recipe.patterns import AnyPattern
 from sparsam.recipe.precision import AnyPrecision, PolicySection
@@ -143,6 +144,7 @@ class Recipe(Strict):
     optimizer: AdamW = AdamW()
     precision: AnyPrecision = "bf16"
     compression: CompressionSection | None = None
+    distillation: DistillationSection | None = None
     memory: Memory | None = None
     training: TrainingSection = TrainingSection()
     twin: Literal["none", "sampled", "full"] = "full"
@@ -244,7 +246,8 @@ class Recipe(Strict):
         if data.path is not None:
             data = data.model_copy(update={"path": str(Path(data.path).expanduser().resolve())})
         model = str(Path(self.model).expanduser().resolve()) if isinstance(self.model, str) else self.model
-        return self.model_copy(update={"data": data, "model": model})
+        taught = self.distillation and self.distillation.resolved()
+        return self.model_copy(update={"data": data, "model": model, "distillation": taught})
 
     def yaml(self) -> str:
         """The recipe with every value written out, as `read_recipe` reads it."""
