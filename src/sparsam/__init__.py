@@ -13,6 +13,7 @@ from sparsam.compress.prune import prune, prune_in_rounds
 from sparsam.compress.quantise import quantise
 from sparsam.compress.recalibrate import recalibrate_norms
 from sparsam.compress.second_order import SecondOrder
+from sparsam.compress.structure import NeuronRow, remove_neurons
 from sparsam.compress.teaching import soft_target_loss
 from sparsam.deploy.storage import load, save
 from sparsam.memory.meter import MemoryMeter
@@ -83,6 +84,7 @@ __all__ = [
     "Method",
     "MovingAverage",
     "Neuron",
+    "NeuronRow",
     "Offload",
     "Part",
     "Pattern",
@@ -144,6 +146,7 @@ __all__ = [
     "recalibrate_norms",
     "recovery",
     "recovery_rate",
+    "remove_neurons",
     "rigl",
     "save",
     "save_shards",

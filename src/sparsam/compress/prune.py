@@ -27,7 +27,7 @@ from sparsam.sparse.table import SparsityTable
 from sparsam.sparse.views import LayerView
 from sparsam.sparse.weights import CompactWeight, SparseWeight, sparse_weights
 
-__all__ = ["prune", "prune_in_rounds"]
+__all__ = ["Evidence", "prune", "prune_in_rounds"]
 
 
 def prune(
@@ -77,7 +77,7 @@ def prune(
     refuse_sharded(model, "prune", "Prune the plain model before fully_shard.")
     if options.get("sparse_fan_in"):
         raise ValueError("prune: expected a trained model, whose weights sparse_fan_in would scale. Leave it out.")
-    evidence = _Evidence(model, score, allocation, data, loss, optimizer)
+    evidence = Evidence(model, score, allocation, data, loss, optimizer)
     held = _chosen(model, include, exclude)
     if held:
         for name in options:
@@ -143,7 +143,7 @@ def prune_in_rounds(
     return tables
 
 
-class _Evidence:
+class Evidence:
     """What calibration batches say of each layer, put into the views that a score and an allocation read.
 
     An allocation is asked once and before any score, with all layers that take part: that is when it is gathered.
@@ -277,7 +277,7 @@ def _prune_further(
     weights: Mapping[str, SparseWeight],
     pattern: Pattern,
     density: float,
-    evidence: _Evidence,
+    evidence: Evidence,
     optimizer: torch.optim.Optimizer | None,
     seed: int,
 ) -> SparsityTable:
