@@ -89,7 +89,7 @@ def remove_neurons(
 ) -> list[NeuronRow]:
     """Takes the neurons of linear layers and channels of convolutions that score lowest out of a model, in place.
 
-    Layers shrink, with the batch norms between them, and stay ordinary dense ones: every runtime gains. The graph is
+    Layers shrink, with the batch norms between them, and stay ordinary dense ones, for any runtime. The graph is
     found by `torch.fx`: linear -> activation -> linear and convolution -> batch norm -> activation -> convolution,
     where each has one reader. Outputs that are added, flattened, normalised across neurons or read twice stay.
 
