@@ -20,8 +20,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 __all__ = ["ALONE", "RankError", "Ranks", "joined", "restarts"]
 
@@ -136,9 +134,12 @@ def joined(timeout_seconds: float) -> Iterator[Ranks]:
         return
     timeout = timedelta(seconds=timeout_seconds)
     try:
+        # not at the top: some builds of torch come without torch.distributed
+        from torch.distributed.rendezvous import rendezvous
+
         agents, rank, size = next(rendezvous("env://", timeout=timeout))
         # torchrun's store still holds the addresses of ranks that it has started again since
-        store = PrefixStore(f"sparsam/{restarts()}", agents)
+        store = dist.PrefixStore(f"sparsam/{restarts()}", agents)
         # the model of a recipe is on the CPU; what is on a GPU goes by NCCL
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

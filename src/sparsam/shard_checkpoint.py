@@ -21,16 +21,18 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from sparsam.checkpoint import read, write
 from sparsam.session import Session
 from sparsam.shards import is_sharded, refuse_sharded
 from sparsam.sparse.layers import SparseLinear
+
+if dist.is_available():  # some builds of torch come without: then nothing is sharded
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
 __all__ = ["load_shards", "match_slots", "save_shards"]
 

@@ -11,19 +11,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["is_sharded", "own", "own_part", "refuse_sharded", "total_norm", "whole", "write"]
+if dist.is_available():  # some builds of torch come without: then nothing is sharded
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+__all__ = ["is_part", "is_sharded", "is_unit", "own", "own_part", "refuse_sharded", "total_norm", "whole", "write"]
+
+
+def is_part(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether this rank holds a part of the tensor."""
+    return dist.is_available() and isinstance(tensor, DTensor)
+
+
+def is_unit(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether `fully_shard` was called on this very module."""
+    return dist.is_available() and isinstance(module, FSDPModule)
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether any of a model is under `fully_shard`."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    return any(is_unit(module) for module in model.modules())
 
 
 def refuse_sharded(model: nn.Module, what: str, advice: str) -> None:
@@ -39,18 +52,18 @@ def refuse_sharded(model: nn.Module, what: str, advice: str) -> None:
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank. Of one that is sharded a copy, and all ranks must come here."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_part(tensor) else tensor
 
 
 @torch.no_grad()
 def own(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_part(tensor) else tensor
 
 
 def own_part(entries: Tensor, like: Tensor) -> Tensor:
     """Of what every rank has whole, the part that this rank holds of another tensor of as many rows."""
-    if not isinstance(like, DTensor):
+    if not is_part(like):
         return entries
     # source None: no rank sends anything
     return own(distribute_tensor(entries, like.device_mesh, like.placements, src_data_rank=None))
@@ -71,7 +84,7 @@ def total_norm(tensors: Iterable[Tensor], order: float = 2.0) -> Tensor:
     tensors = list(tensors)
     # torch has no largest value of none, and a part may be empty
     parts = [part for part in map(own, tensors) if part.numel()]
-    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+    mesh = next((tensor.device_mesh for tensor in tensors if is_part(tensor)), None)
     device = tensors[0].device if tensors else None
     norm = torch.nn.utils.get_total_norm(parts, order) if parts else torch.zeros((), device=device)
     if mesh is None:

@@ -12,24 +12,23 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsam.shards import is_sharded
+from sparsam.shards import is_part, is_sharded, is_unit
 
 __all__ = ["averages", "check_shards", "exchange", "exchanging"]
 
 
 def averages(model: nn.Module) -> bool:
     """Whether gradients are averaged over ranks."""
-    return isinstance(_inside(model), DistributedDataParallel | FSDPModule)
+    model = _inside(model)
+    return isinstance(model, DistributedDataParallel) or is_unit(model)
 
 
 def exchanging(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[object]:
     """Surrounds a forward pass: its backward exchanges gradients if it is the window's last."""
     model = _inside(model)
-    if isinstance(model, FSDPModule):
+    if is_unit(model):
         model.set_requires_gradient_sync(last)  # read in the backward: it stays until the next forward
     elif isinstance(model, DistributedDataParallel) and not last:
         return model.no_sync()
@@ -39,12 +38,13 @@ def exchanging(model: nn.Module, last: bool) -> contextlib.AbstractContextManage
 def exchange(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Does for a window cut short what the last backward does, which never came."""
     model = _inside(model)
-    if isinstance(model, FSDPModule):
+    if is_unit(model):
         model.set_requires_gradient_sync(True)
         # torch has no public call for it: what FSDP2 queues at the end of each backward
         model._get_fsdp_state()._root_post_backward_final_callback()
     elif isinstance(model, DistributedDataParallel):
-        _average(list(parameters), model.process_group)
+        ignored = {one for name, one in model.module.named_parameters() if name in model.parameters_to_ignore}
+        _average([one for one in parameters if one not in ignored], model.process_group)
 
 
 def check_shards(model: nn.Module, held: Iterable[nn.Parameter]) -> None:
@@ -57,15 +57,15 @@ def check_shards(model: nn.Module, held: Iterable[nn.Parameter]) -> None:
     if not is_sharded(model):
         return
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_unit(module):
             module.reshard()  # an evaluation leaves the outermost one whole
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
+        if parameter.requires_grad and not is_part(parameter):
             raise ValueError(
                 f"{name}: expected every trained parameter under fully_shard, got one that is not: its gradient would "
                 "stay on this rank. Call fully_shard(model) on the whole model last, without ignored_params."
             )
-    if not all(isinstance(parameter, DTensor) for parameter in held):
+    if not all(is_part(parameter) for parameter in held):
         raise ValueError(
             "optimizer: expected parameters of a model under fully_shard, got some that are whole. Build the optimiser "
             "after fully_shard, and before a forward or after model.reshard()."

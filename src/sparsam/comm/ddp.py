@@ -28,6 +28,7 @@ from sparsam.comm.residual import Residuals
 
 __all__ = ["Exchange", "exchange_of"]
 
+_Bucket = getattr(dist, "GradBucket", object)  # some builds of torch come without
 _AT_MOST_32_BITS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -135,7 +136,7 @@ class Exchange:
         self.reduced.clear()
         self.nbytes = self.inside_nbytes = self.plain_nbytes = 0
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    def reduce(self, bucket: _Bucket) -> Future[Tensor]:
         """What DDP waits for: the mean of a bucket."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         plain = ring_bytes(4 * buffer.numel(), self.ranks)
@@ -157,7 +158,7 @@ class Exchange:
         return worker.submit(lambda: worker.reduce(buffer, parameters, divisor))
 
 
-def _hook(state: Exchange, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+def _hook(state: Exchange, bucket: _Bucket) -> Future[Tensor]:
     # DDP finds the second argument by its name, and wants its type, not a string: no deferred annotations in this file
     return state.reduce(bucket)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.comm.codecs import Codec
 from sparsam.comm.ddp import Exchange, exchange_of
-from sparsam.comm.fsdp import ShardExchange
 from sparsam.comm.link import Decision, bucket_sizes, measured
 from sparsam.comm.residual import Residuals
 from sparsam.session import Part, Rewire, Session
 from sparsam.shards import is_sharded, total_norm
+
+if TYPE_CHECKING:
+    from sparsam.comm.fsdp import ShardExchange
 
 __all__ = ["Compression"]
 
@@ -106,6 +108,8 @@ class Compression(Part):
                 "Compression: expected no group and no ranks_per_node under fully_shard, got one: the exchange is "
                 "FSDP2's own, on its mesh. Leave them out."
             )
+        from sparsam.comm.fsdp import ShardExchange  # cannot be imported where torch comes without torch.distributed
+
         self._exchange = ShardExchange(model, self.codec)
         decision = Decision(True, _ALWAYS)
         if self.when == "measured":
