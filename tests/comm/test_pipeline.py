@@ -317,6 +317,13 @@ def test_what_does_not_fit_is_said(call, message):
         call()
 
 
+def test_a_state_that_does_not_fit_leaves_the_pipeline_as_it_was():
+    made = made_of(nn.Sequential(nn.Linear(2, 2)), parts=[sp.LearningRate()])
+    with pytest.raises(ValueError, match="bounds: expected 2 rising numbers"):
+        made.load_state_dict({**made.state_dict(), "bounds": [0, 2]})
+    assert made.stage.session.parts
+
+
 def test_another_number_of_groups_is_refused():
     made = made_of(nn.Sequential(nn.Linear(2, 2)))
     state = made.state_dict()

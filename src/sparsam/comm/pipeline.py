@@ -123,8 +123,8 @@ class Pipeline:
         Returns:
             The mean loss over the batch, on every rank.
         """
-        if min(len(x), len(target)) < self.micro_batches:
-            raise ValueError(f"step: expected at least {self.micro_batches} samples, one a micro-batch, got {len(x)}.")
+        if (samples := min(len(x), len(target))) < self.micro_batches:
+            raise ValueError(f"step: expected at least {self.micro_batches} samples, one a micro-batch, got {samples}.")
         pieces, targets = x.tensor_split(self.micro_batches), target.tensor_split(self.micro_batches)
         ahead = min(self.micro_batches, self.ranks - self.rank)
         loss = torch.zeros((), dtype=torch.float64)
@@ -201,10 +201,11 @@ class Pipeline:
                 f"Pipeline: expected a state of version 1 of rank {self.rank} of {self.ranks}, got one of version "
                 f"{state['version']} of rank {state['rank']} of {state['ranks']}. Load each rank's own."
             )
+        bounds = self._checked_bounds(state["bounds"])
         self.stage.taken_apart()
         self.steps = int(state["steps"])
         layers = StageState(copied(state["layers"]), copied(state["rest"]), list(state["groups"]))
-        self._settle(self._checked_bounds(state["bounds"]), layers)
+        self._settle(bounds, layers)
 
     def _forward(self, number: int, x: Tensor, target: Tensor, samples: int) -> float:
         """One micro-batch through the stage, and on to the next rank; on the last its share of the loss."""
