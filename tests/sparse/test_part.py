@@ -6,10 +6,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import sparsam as sp
 from sparsam import Block, Session, SparseTraining, Unstructured, constant, sparsify
+from sparsam.sparse import agreement
+from sparsam.sparse.agreement import topology_hash
 from sparsam.sparse.weights import sparse_weights
 
 STORAGES = [(Block(2, 2), "compact"), (Block(2, 2), "masked"), (Unstructured(), "masked")]
@@ -349,6 +352,34 @@ def test_a_part_that_was_detached_begins_anew_elsewhere():
         session.detach()
     assert states[0][0] == states[1][0]
     assert all(torch.equal(one, states[1][1][name]) for name, one in states[0][1].items())
+
+
+def test_a_state_with_one_hash_over_all_layers_loads():
+    """As sessions were saved before layers could be apart."""
+    model, session = training(sp.static())
+    state = session.state_dict()
+    own = state["parts"][0]
+    assert len(own["topology"]) > 1
+    own["topology"] = topology_hash(sparse_weights(model))
+    session.load_state_dict(state)
+    own["topology"] = "0" * 15
+    with pytest.raises(ValueError, match="expected a model with topology 000000000000000, got"):
+        session.load_state_dict(state)
+
+
+def test_a_rank_that_is_gone_at_a_rewire_is_said(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("Connection closed by peer\nmore")
+
+    monkeypatch.setattr(agreement, "ranks", lambda _=None: 2)
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    monkeypatch.setattr(dist, "all_gather", fails)
+    model, _ = training(sp.static())
+    message = "SparseTraining: expected all ranks at a rewire, but not all can be reached .Connection closed by peer."
+    with pytest.raises(RuntimeError, match=message):
+        agreement.mean_of_ranks(torch.ones(2))
+    with pytest.raises(RuntimeError, match=message):
+        agreement.compare_ranks(sparse_weights(model), 1)
 
 
 class TestUncovered:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,8 @@ def mean_of_ranks(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> to
     """float32, of what each rank has; a copy."""
     mean = x.detach().float() / ranks(group)
     if ranks(group) > 1:
-        dist.all_reduce(mean, group=group)
+        with _reaching_all():
+            dist.all_reduce(mean, group=group)
     return mean
 
 
@@ -95,7 +97,8 @@ def compare_ranks(weights: Mapping[str, SparseWeight], step: int, group: dist.Pr
     device = next(iter(weights.values())).parameter.device
     hashes = torch.tensor(own, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(hashes) for _ in range(ranks(group))]
-    dist.all_gather(gathered, hashes, group)
+    with _reaching_all():
+        dist.all_gather(gathered, hashes, group)
     for position, name in enumerate(weights):
         column = [int(one[position]) for one in gathered]
         differing = [rank for rank, value in enumerate(column) if value != column[0]]
@@ -104,3 +107,15 @@ def compare_ranks(weights: Mapping[str, SparseWeight], step: int, group: dist.Pr
                 f"{name}: expected the same topology on every rank after step {step}, but ranks {differing} differ "
                 "from rank 0. Give all ranks the same seed, weights and optimiser state, then resume from a checkpoint."
             )
+
+
+@contextlib.contextmanager
+def _reaching_all() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "SparseTraining: expected all ranks at a rewire, but not all can be reached "
+            f"({str(error).splitlines()[0]}). "
+            "Under LocalSteps make a group of those that are left and call join(); else resume from a checkpoint."
+        ) from error
