@@ -513,6 +513,20 @@ def test_models_that_are_refused(tmp_path):
         dist.destroy_process_group()
 
 
+def test_a_worker_that_joins_with_weights_that_are_not_finite_begins_its_moments_anew():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    part = LocalSteps(4)
+    session = sp.Session(model, torch.optim.Adam(model.parameters(), lr=0.1), [part])
+    first = model[0].weight.detach().clone()
+    _step(session)
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    part.join()
+    assert torch.equal(model[0].weight, first)
+    assert not session.optimizer.state
+    assert session.metrics()["comm.refused"] == 1
+
+
 def test_states_that_are_refused():
     state = _session(LocalSteps(2)).parts[0].state_dict()
     part = _session(LocalSteps(2, outer_momentum=0.0)).parts[0]

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.comm.allreduce import Reduced, mean_over_ranks, ring_bytes
 from sparsam.comm.codecs import Codec, Identity
@@ -35,6 +34,7 @@ from sparsam.comm.members import (
 from sparsam.comm.outer import Outer
 from sparsam.comm.residual import Residuals
 from sparsam.session import Part, Rewire, Session
+from sparsam.window import averages
 
 __all__ = ["LocalSteps"]
 
@@ -118,10 +118,10 @@ class LocalSteps(Part):
                 f"LocalSteps: expected to be the first part, got place {session.parts.index(self) + 1}. Put it first: "
                 "other parts go on from the weights that it has made equal."
             )
-        if isinstance(session.model, DistributedDataParallel):
+        if averages(session.model):  # under torch.compile too
             raise ValueError(
-                "LocalSteps: expected a plain model, got DistributedDataParallel, which averages gradients at every "
-                "step. Leave out one of the two."
+                "LocalSteps: expected a plain model, got DistributedDataParallel or fully_shard, which average "
+                "gradients at every step. Leave out one of the two."
             )
         if self.group is not None and session.group not in (None, self.group):
             raise ValueError("group: expected the session's group or none, got another. Give it to the session alone.")
@@ -182,8 +182,7 @@ class LocalSteps(Part):
         outer.move(mean)
         outer.write(largest_counters(reports))
         if not math.isfinite(own.square):
-            session.optimizer.state.clear()
-            self._refused += 1
+            self._refuse()
         self._note(reports, mean, sum(reduced.nbytes for reduced in answers), waited)
 
     def leave(self) -> None:
@@ -226,11 +225,14 @@ class LocalSteps(Part):
             with self._reaching_all("join"):
                 dist.broadcast_object_list(state, group=group, group_src=rank)
         if own in others:
+            refused = self._refused
             session.model.load_state_dict(state[0][0])
             session.load_state_dict(state[0][1])
             session.optimizer.state.clear()  # moments of other weights, perhaps in another topology
-            self._worker = own.worker
+            self._worker, self._refused = own.worker, refused
         else:
+            if not math.isfinite(own.square):
+                self._refuse()
             self.residuals.scale(len(reports) / self._workers)  # what is conserved is the sum of residual / P
             self._put_back(deltas, share_of(own, reports))
         outer.write(largest_counters(reports))
@@ -370,6 +372,11 @@ class LocalSteps(Part):
                 self.residuals.add(name, late)
                 self.residuals.keep(name, late, torch.zeros_like(late))
         self.residuals.settle(True)
+
+    def _refuse(self) -> None:
+        """What this worker has learnt is not finite, and so perhaps are its moments."""
+        self.session.optimizer.state.clear()
+        self._refused += 1
 
     def _note(self, reports: list[Report], mean: Mapping[str, Tensor], nbytes: int, waited: float) -> None:
         """Counts a synchronisation, and keeps what is said of it."""
