@@ -5,6 +5,7 @@ from sparsam.comm import codecs
 from sparsam.comm.balance import Balance, batch_shares
 from sparsam.comm.federated import LocalSteps
 from sparsam.comm.part import Compression
+from sparsam.comm.pipeline import Pipeline
 from sparsam.compress.aware import QuantisationAware
 from sparsam.compress.calibration import calibrate
 from sparsam.compress.distil import Distillation
@@ -19,7 +20,6 @@ from sparsam.deploy.storage import load, save
 from sparsam.memory.meter import MemoryMeter
 from sparsam.memory.offload import Offload
 from sparsam.memory.recompute import Recompute
-from sparsam.comm.pipeline import Pipeline
 from sparsam.precision.adaptive import Adaptive
 from sparsam.precision.part import Precision
 from sparsam.precision.policies import Policy
