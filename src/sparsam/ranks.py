@@ -139,7 +139,7 @@ def joined(timeout_seconds: float) -> Iterator[Ranks]:
 
         agents, rank, size = next(rendezvous("env://", timeout=timeout))
         # torchrun's store still holds the addresses of ranks that it has started again since
-        store = dist.PrefixStore(f"sparsam/{restarts()}", agents)
+        store = dist.PrefixStore(f"sparsam/{restarts()}", agents)  # type: ignore[attr-defined]
         # the model of a recipe is on the CPU; what is on a GPU goes by NCCL
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

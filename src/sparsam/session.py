@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sparsam.shards import total_norm
-from sparsam.window import averages, check_shards, exchange, exchanging
+from sparsam.window import averages, check_shards, exchange, exchanging, group_of
 
 __all__ = ["Part", "Rewire", "Session"]
 
@@ -102,7 +102,7 @@ class Session:
         parts: in the order in which they act.
         accumulate: backwards in one window. `step` does nothing until the window is full.
         clip: largest global L2 norm of the gradients, or None.
-        seed: of every random choice that parts make; with several ranks, rank 0's counts.
+        seed: of every random choice that parts make; with several ranks, that of the first of them counts.
         group: the ranks that train the same weights, where others train other layers (a pipeline); None: all ranks.
 
     Attributes:
@@ -144,7 +144,7 @@ class Session:
         self.parts = list(parts)
         self.accumulate = accumulate
         self.clip = clip
-        self.seed = _from_rank_zero(seed)
+        self.seed = _from_first_rank(seed, group or group_of(model))
         self.group = group
         self.applied_steps = 0
         self.apart = 0
@@ -314,8 +314,8 @@ class Session:
         """Ranks with other numbers of samples must still divide by the same one."""
         device = next(self.model.parameters()).device
         total = torch.tensor(value, dtype=torch.float64, device=device)
-        dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
+        dist.all_reduce(total, group=group_of(self.model))
+        return float(total) / dist.get_world_size(group_of(self.model))
 
     def _clip(self) -> bool:
         """Clips to the global norm; False when that norm is not finite, so that the step is skipped."""
@@ -332,10 +332,10 @@ def _kind(given: object) -> str:
     return f"the class {given.__name__} itself" if isinstance(given, type) else f"a {type(given).__name__}"
 
 
-def _from_rank_zero(seed: int) -> int:
+def _from_first_rank(seed: int, group: dist.ProcessGroup | None) -> int:
     """Ranks that were given other seeds must still make the same random choices."""
     if not (dist.is_available() and dist.is_initialized()):
         return seed
     shared = [seed]
-    dist.broadcast_object_list(shared)
+    dist.broadcast_object_list(shared, group=group, group_src=0)
     return shared[0]

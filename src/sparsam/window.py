@@ -16,13 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsam.shards import is_part, is_sharded, is_unit
 
-__all__ = ["averages", "check_shards", "exchange", "exchanging"]
+__all__ = ["averages", "check_shards", "exchange", "exchanging", "group_of"]
 
 
 def averages(model: nn.Module) -> bool:
     """Whether gradients are averaged over ranks."""
     model = _inside(model)
     return isinstance(model, DistributedDataParallel) or is_unit(model)
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks over which gradients are averaged; None where that is all there are, or none."""
+    model = _inside(model)
+    if isinstance(model, DistributedDataParallel):
+        return model.process_group
+    meshes = {one.device_mesh for one in model.parameters() if is_part(one)}
+    # a mesh of several dimensions has no one group
+    return meshes.pop().get_group() if len(meshes) == 1 and all(mesh.ndim == 1 for mesh in meshes) else None
 
 
 def exchanging(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[object]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsam as sp
-from ranks import on_two_ranks
+from ranks import on_ranks, on_two_ranks
 from sparsam.comm.codecs import Codec, Int8Rows
 from sparsam.comm.part import Compression
 
@@ -379,3 +379,27 @@ def test_gradients_of_16_bits_are_averaged_in_32(dtype, one_rank):
 def test_arguments_that_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Compression(*arguments)
+
+
+def test_nobody_waits_for_ranks_outside_of_a_models_group(tmp_path):
+    on_ranks(
+        3,
+        """
+group = dist.new_group([0, 1])
+if rank < 2:
+    torch.manual_seed(0)
+    model = DDP(mlp(), process_group=group)
+    before = model.module[2].bias.detach().clone()
+    session = sp.Session(model, torch.optim.SGD(model.parameters(), lr=1.0), accumulate=2, seed=rank)
+    assert session.seed == 0
+    # outputs count for their samples: 3 and 1 on one rank, 5 and 7 on the other
+    for samples, target in (((3, 1.0), (1, 5.0)), ((5, 2.0), (7, 4.0)))[rank]:
+        with session.forward():
+            loss = (session.model(torch.ones(samples, 13)) * target).sum(1).mean()
+        session.backward(loss, samples)
+        session.step()
+    mean = (3 * 1 + 1 * 5 + 5 * 2 + 7 * 4) / 16
+    torch.testing.assert_close(before - model.module[2].bias, torch.full((9,), mean))
+""",
+        tmp_path,
+    )

@@ -509,6 +509,11 @@ def test_models_that_are_refused(tmp_path):
     try:
         with pytest.raises(ValueError, match="LocalSteps: expected a plain model, got DistributedDataParallel"):
             _session(LocalSteps(2), model=DistributedDataParallel(nn.Linear(2, 2)))
+        # a group of workers is no pipeline: each has all layers, and methods may look at all of them
+        group = dist.new_group([0])
+        gradual = sp.SparseTraining(sp.gmp(0.5, every=2, until=8))
+        session = _session(LocalSteps(2, group=group), gradual, model=_sparse())
+        assert session.group is group
     finally:
         dist.destroy_process_group()
 

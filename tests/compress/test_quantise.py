@@ -70,6 +70,31 @@ def test_blocks_are_those_of_the_dense_weight(storage):
     assert torch.equal(model(x), dense(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_frozen_blocks_run_on_the_kernels_and_give_the_same(dtype):
+    model = sparse_mlp(inputs=50)
+    quantise(model)
+    layer, x = model[0], torch.randn(3, 50).to(dtype)
+    with torch.no_grad():
+        plain, whole = layer(x), model(x)
+        sp.freeze(model)
+        assert layer._pack is not None
+        near = {"rtol": 2**-7, "atol": 1e-5} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(layer(x), plain, **near)
+        torch.testing.assert_close(
+            model(x), whole, rtol=0.02, atol=0.01
+        )  # a code of the next layer may round elsewhere
+        assert layer(x.double()).dtype == torch.float64  # plain PyTorch
+        assert copy.deepcopy(layer)._pack is None
+        # other codes are laid out anew, and training mode goes back to plain PyTorch
+        layer.load_state_dict({**layer.state_dict(), "values": torch.zeros_like(layer.values)})
+        assert not (layer(x) - layer(torch.zeros_like(x))).any()
+        assert model.train()[0]._pack is None
+        sp.freeze(model)
+        sp.unfreeze(model)
+        assert layer._pack is None
+
+
 @pytest.mark.parametrize("pattern", [sp.Unstructured(), sp.NM(2, 4), sp.Neuron()], ids=str)
 def test_masked_zeros_are_exactly_zero(pattern):
     model = mlp()

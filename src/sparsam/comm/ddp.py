@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,11 @@ from sparsam.comm.residual import Residuals
 
 __all__ = ["Exchange", "exchange_of"]
 
-_Bucket = getattr(dist, "GradBucket", object)  # some builds of torch come without
+if TYPE_CHECKING:
+    _Bucket = Any  # torch has no types for it
+else:
+    _Bucket = getattr(dist, "GradBucket", object)  # some builds of torch come without
+
 _AT_MOST_32_BITS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -102,6 +102,10 @@ class Pipeline:
         self.loss, self.optimizer, self.parts, self.micro_batches = loss, optimizer, list(parts), micro_batches
         self.balance, self.clip, self.seed = balance, clip, seed
         self.steps, self.decision = 0, "layers stay: no decision yet."
+        if self.ranks > 1:  # sessions ask the ranks that train the same weights, here each itself
+            shared = [seed]
+            dist.broadcast_object_list(shared)
+            self.seed = shared[0]
         # each stage's weights are on its rank alone
         self._alone = dist.new_subgroups(1)[0] if self.ranks > 1 else None
         if self.ranks > 1:
@@ -283,7 +287,7 @@ class Pipeline:
         self.stage = Stage(model, optimizer, session, first=self.rank == 0)
         if state is not None:
             self.stage.load(state)
-        self.seed = session.seed  # rank 0's, or that of the run that goes on
+        self.seed = session.seed  # or that of the run that goes on
 
     def _agreed(self, build: Callable[[], _T]) -> _T:
         """Builds on all ranks, or on none: one that fails would leave the others waiting."""

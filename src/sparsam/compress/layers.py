@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from sparsam import formats
 from sparsam.kernels.index import blocks_from_dense, dense_from_blocks
 from sparsam.kernels.int8 import int8_block_linear, int8_linear, quantise_rows, quantise_tensor
+from sparsam.kernels.int8_packed import Int8Pack, pack_int8, packed_int8_linear
+from sparsam.kernels.operands import NATIVE_DTYPES
 from sparsam.kernels.reference import activate
-from sparsam.sparse.layers import ActivatedLinear, SparseLinear
+from sparsam.sparse.layers import ActivatedLinear, Freezable, SparseLinear
 from sparsam.sparse.patterns import Block
 
 __all__ = ["GroupQuantisedLinear", "QuantisedLinear", "QuantisedSparseLinear", "pack_int4", "unpack_int4"]
@@ -117,8 +119,11 @@ class QuantisedLinear(_Quantised):
         return int8_linear(*self._input(rows), self.values, self.scale, self.bias)
 
 
-class QuantisedSparseLinear(_Quantised):
+class QuantisedSparseLinear(_Quantised, Freezable):
     """`QuantisedLinear` with a weight of which only some blocks exist; the scale of a row is shared by its blocks.
+
+    Frozen (`sparsam.freeze`) it runs on the int8 kernels, with the same sums, where x is float32 or bfloat16; until
+    then on plain PyTorch, which takes longer.
 
     Attributes:
         values: int8 (S, R, C), zero outside the weight.
@@ -152,6 +157,7 @@ class QuantisedSparseLinear(_Quantised):
         self.register_buffer("scale", torch.ones(out_features))
         self.register_buffer("block_row", row.int())
         self.register_buffer("block_col", col.int())
+        self._pack: Int8Pack | None = None
 
     @classmethod
     def from_sparse(cls, sparse: SparseLinear, input_scale: float | None = None) -> QuantisedSparseLinear:
@@ -182,6 +188,42 @@ class QuantisedSparseLinear(_Quantised):
         topology = torch.zeros(grid, dtype=torch.bool, device=self.values.device)
         topology[self.block_row.long(), self.block_col.long()] = True
         return topology
+
+    def freeze(self) -> None:
+        """Lays the codes out for the instruction set in use. Codes that change later are not seen, but for those that
+        `load_state_dict` brings."""
+        places = self.block_row, self.block_col
+        self._pack = pack_int8(self.values, self.scale, *places, self.in_features, self.out_features)
+
+    def unfreeze(self) -> None:
+        """Drops that layout."""
+        self._pack = None
+
+    def train(self, mode: bool = True) -> QuantisedSparseLinear:
+        if mode:
+            self.unfreeze()
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._pack is None or x.dtype not in NATIVE_DTYPES:
+            return super().forward(x)
+        return packed_int8_linear(self._pack, x, self.bias, self.activation, x_scale=self.input_scale)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantisedSparseLinear:
+        super()._apply(fn, recurse)
+        self._freeze_again()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._freeze_again()
+
+    def _freeze_again(self) -> None:
+        if self._pack is not None:
+            self.freeze()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pack": None}  # it belongs to one machine
 
     def _product(self, rows: Tensor) -> Tensor:
         addresses = self.block_row, self.block_col

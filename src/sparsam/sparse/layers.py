@@ -19,7 +19,7 @@ from sparsam.kernels.reference import activate
 from sparsam.shards import own, own_part
 from sparsam.sparse.patterns import Block
 
-__all__ = ["ActivatedLinear", "SparseLinear"]
+__all__ = ["ActivatedLinear", "Freezable", "SparseLinear"]
 
 
 class ActivatedLinear(nn.Linear):
@@ -51,7 +51,19 @@ class ActivatedLinear(nn.Linear):
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
-class SparseLinear(nn.Module):
+class Freezable(nn.Module):
+    """A layer with a frozen inference state, in which its weights are laid out once for the machine."""
+
+    def freeze(self) -> None:
+        """Into that state; changed weights are not seen."""
+        raise NotImplementedError
+
+    def unfreeze(self) -> None:
+        """Out of it."""
+        raise NotImplementedError
+
+
+class SparseLinear(Freezable):
     """act(x W^T + bias) where only some blocks of W exist, are stored, trained and computed.
 
     The parameter `values` (S, R, C) holds the blocks; `block_row` and `block_col` (int32, S) say where each slot's

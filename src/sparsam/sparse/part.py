@@ -83,12 +83,13 @@ class SparseTraining(Part):
                 "Join their methods: SparseTraining(Then(first, second))."
             )
         weights = sparse_weights(session.model)
-        if session.group is not None and not self.method.per_layer:
+        stage = session.group is not None and not session.apart  # of a pipeline: it may have none of the sparse layers
+        if stage and not self.method.per_layer:
             raise ValueError(
                 "SparseTraining: expected a method that decides for each layer by itself, as the layers of a pipeline "
                 "are on several ranks; this one needs all of them. Use static(), set_() or rigl()."
             )
-        if not weights and session.group is None:  # one stage of several may have none
+        if not weights and not stage:
             raise ValueError(
                 "SparseTraining: expected a model with sparse layers, got none. Call sparsify(model, ...) first."
             )

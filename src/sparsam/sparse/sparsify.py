@@ -13,7 +13,7 @@ from sparsam.select import select
 from sparsam.shards import refuse_sharded
 from sparsam.sparse.allocation import Allocation, uniform
 from sparsam.sparse.candidates import Candidate, LinearProfile, Options, decide, places, read_by_attention, table_of
-from sparsam.sparse.layers import ActivatedLinear, SparseLinear
+from sparsam.sparse.layers import ActivatedLinear, Freezable, SparseLinear
 from sparsam.sparse.masked import TopologyBuffer, add_topology, masked_weights, plain_parameter, remove_topology
 from sparsam.sparse.moments import check_optimizer, reset_moments, swap_parameter
 from sparsam.sparse.patterns import Block, Pattern
@@ -210,18 +210,18 @@ def compact(
 
 
 def freeze(model: nn.Module) -> None:
-    """Puts a model in its frozen inference state: eval mode, and weights packed once at the first forward."""
+    """Puts a model in its frozen inference state: eval mode, and weights of blocks packed once."""
     refuse_sharded(model, "freeze", "Packs are of whole weights: load its state into a plain model and freeze that.")
     model.eval()
     for module in model.modules():
-        if isinstance(module, SparseLinear):
+        if isinstance(module, Freezable):
             module.freeze()
 
 
 def unfreeze(model: nn.Module) -> None:
     """Leaves the frozen inference state; the mode stays eval until `model.train()`."""
     for module in model.modules():
-        if isinstance(module, SparseLinear):
+        if isinstance(module, Freezable):
             module.unfreeze()
 
 
