@@ -213,7 +213,8 @@ class Session:
         """Takes the optimiser step when the window is full.
 
         Args:
-            last: take it with the micro-batches there are (the end of an epoch).
+            last: take it with the micro-batches there are (the end of an epoch). Ranks that average gradients each need
+                at least one: the others would wait for one that has none.
 
         Returns:
             True when weights were updated.

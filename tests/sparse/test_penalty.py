@@ -33,6 +33,13 @@ def layer(weight, bias=True):
 WEIGHT = [[3.0, -4.0, 0.5, 0.0], [0.0, 0.0, 0.0, -0.5], [1.0, 2.0, 0.0, 0.0], [2.0, 4.0, 0.0, 0.0]]
 
 
+def test_names_are_those_of_the_plain_model():
+    """A wrapper such as torch.compile, or DistributedDataParallel, adds its own to them."""
+    model = torch.compile(layer(WEIGHT), backend="eager")
+    gradient = pulled(model, sp.L1(0.25, dense=["0"]))["_orig_mod.0.weight"]
+    assert torch.equal(gradient, 0.25 * torch.tensor(WEIGHT).sign())
+
+
 def test_each_weight_by_itself():
     model = layer(WEIGHT)
     sp.sparsify(model, sp.Unstructured(), 0.5)  # keeps the eight that are not zero, but one

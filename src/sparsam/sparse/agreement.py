@@ -93,6 +93,8 @@ def compare_ranks(weights: Mapping[str, SparseWeight], step: int, group: dist.Pr
     Raises:
         TopologyError: names the layer and the ranks.
     """
+    if not weights:  # on no rank of the group: they train the same model
+        return
     own = [int(topology_hash({name: weight}), 16) for name, weight in weights.items()]
     device = next(iter(weights.values())).parameter.device
     hashes = torch.tensor(own, dtype=torch.int64, device=device)

@@ -13,7 +13,7 @@ from sparsam.select import select
 from sparsam.session import Part, Session
 from sparsam.shards import own, own_part, whole
 from sparsam.sparse.patterns import Pattern
-from sparsam.sparse.weights import CompactWeight, SparseWeight, sparse_weights
+from sparsam.sparse.weights import CompactWeight, SparseWeight, plain_modules, sparse_weights
 
 __all__ = ["L1", "L2"]
 
@@ -49,7 +49,7 @@ class L1(Part):
         weights = sparse_weights(session.model)
         held = {id(weight.parameter) for weight in weights.values()}
         matrices = {}
-        for name, module in session.model.named_modules():
+        for name, module in plain_modules(session.model):
             weight = module._parameters.get("weight")
             if weight is not None and weight.dim() >= 2 and id(weight) not in held:
                 held.add(id(weight))  # tied weights are one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from sparsam.sparse.layers import SparseLinear
 from sparsam.sparse.masked import TopologyBuffer, masked_weights, plain_parameter
 from sparsam.sparse.patterns import Pattern
 
-__all__ = ["CompactWeight", "MaskedWeight", "SparseWeight", "sparse_weights"]
+__all__ = ["CompactWeight", "MaskedWeight", "SparseWeight", "plain_modules", "sparse_weights"]
 
 # what torch.compile, activation checkpointing and FSDP put between a module and its name
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -278,17 +279,22 @@ class MaskedWeight(SparseWeight):
         self.buffer.apply(self.parameter.grad)
 
 
+def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, each once, by the names that they have in the plain model, whatever it is wrapped in."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model.get_submodule("_orig_mod")
+    for path, module in model.named_modules():
+        yield ".".join(part for part in path.split(".") if part not in _WRAPPERS), module
+
+
 def sparse_weights(model: nn.Module) -> dict[str, SparseWeight]:
     """All sparse weights of a model by layer name, each once, in the model's order.
 
     Names are those of the plain model, whatever it is wrapped in: random numbers depend on them.
     """
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model.get_submodule("_orig_mod")
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: dict[str, SparseWeight] = {}
-    for path, module in model.named_modules():
-        name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+    for name, module in plain_modules(model):
         if isinstance(module, SparseLinear):
             found[name] = CompactWeight(name, module, shared=uses[id(module)] > 1)
         for buffer in masked_weights(module):
