@@ -13,7 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 
-from sparsam.ranks import RankError
+from sparsam.ranks import SILENT, RankError
 
 __all__ = ["launch"]
 
@@ -67,7 +67,8 @@ def launch(arguments: Sequence[str], ranks: int, restarts: int, resume: str) -> 
             rank, status = min(failed, key=lambda one: one[1], default=(0, 1))
             if status == 130:
                 return 130
-            if status < 0:
+            spoken = any(other > 0 and other != SILENT for _, other in failed)  # then those that hang were killed
+            if status < 0 and not spoken:
                 raise RankError(
                     f"rank {rank}: ended by {signal.Signals(-status).name}, perhaps for lack of memory. "
                     f"Go on from the last checkpoint with: {resume}"

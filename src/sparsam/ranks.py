@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["ALONE", "RankError", "Ranks", "joined", "restarts"]
+__all__ = ["ALONE", "SILENT", "RankError", "Ranks", "joined", "restarts"]
 
 T = TypeVar("T")
 
@@ -108,6 +108,7 @@ class Ranks:
 
 
 ALONE = Ranks()
+SILENT = 3  # exit status of a rank that leaves the word to another one
 
 
 def restarts() -> int:
@@ -165,7 +166,7 @@ def _fail(error: BaseException, ranks: Ranks, store: Any, timeout_seconds: float
     # torchrun says of its own processes which one it lost; of other machines' it knows nothing
     told = os.environ.get("GROUP_WORLD_SIZE") == "1"
     if isinstance(error, _Elsewhere) or (lost and not late and told) or not _speaks(store):
-        raise SystemExit(1) from error
+        raise SystemExit(SILENT) from error
     if late and lost:
         raise RankError(
             f"rank {ranks.rank}: expected the other ranks within {timeout_seconds:g} s (training.timeout_seconds), one "
