@@ -6,7 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from sparsam.comm.allreduce import mean_over_ranks
 from sparsam.comm.codecs import Codec, Identity
 from sparsam.comm.groups import Nodes
 from sparsam.comm.residual import Residuals
+from sparsam.measure.clock import least_seconds
 
 __all__ = ["Cost", "Decision", "bucket_sizes", "compared", "decide", "measured"]
 
@@ -97,7 +97,7 @@ def compared(
     group: dist.ProcessGroup,
 ) -> Decision:
     """Measures two exchanges of n values, given n, on all ranks of a group at once; rank 0's times count for all."""
-    times = torch.tensor([[_seconds(way(n)) for n in _SIZES] for way in (plain, coded)], dtype=torch.float64)
+    times = torch.tensor([[least_seconds(way(n)) for n in _SIZES] for way in (plain, coded)], dtype=torch.float64)
     dist.broadcast(times, group=group, group_src=0)
     before, after = times.tolist()
     return decide(Cost.fitted(_SIZES, before), Cost.fitted(_SIZES, after), buckets)
@@ -107,13 +107,3 @@ def bucket_sizes(gradients: int, values_in_a_bucket: int) -> list[int]:
     """About the buckets that DDP will make."""
     full, rest = divmod(gradients, values_in_a_bucket)
     return [values_in_a_bucket] * full + [rest] * (rest > 0)
-
-
-def _seconds(once: Callable[[], object], repeats: int = 3) -> float:
-    once()  # the first call finds connections and memory
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        once()
-        times.append(time.perf_counter() - begin)
-    return min(times)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparsam.comm.codecs import Codec, TopK
 from sparsam.comm.link import Cost
+from sparsam.measure.clock import least_seconds
 from sparsam.plan.cluster import Device
 from sparsam.plan.workload import Workload
 from sparsam.session import Session
@@ -178,8 +179,8 @@ def measured_codec(codec: Codec, repeats: int = 3) -> CodecCost:
     for n in _SIZES:
         x = torch.linspace(-1.0, 1.0, n)
         payload = codec.encode(x, weights=x)
-        encode.append(_least(lambda x=x: codec.encode(x, weights=x), repeats))  # type: ignore[misc]
-        decode.append(_least(lambda p=payload, n=n: codec.decode(p, n).clone(), repeats))  # type: ignore[misc]
+        encode.append(least_seconds(lambda x=x: codec.encode(x, weights=x), repeats))  # type: ignore[misc]
+        decode.append(least_seconds(lambda p=payload, n=n: codec.decode(p, n).clone(), repeats))  # type: ignore[misc]
     return CodecCost(Cost.fitted(_SIZES, encode), Cost.fitted(_SIZES, decode))
 
 
@@ -252,13 +253,3 @@ def ready_shares(workload: Workload, seconds: Mapping[str, float]) -> tuple[floa
 
 def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0]
-
-
-def _least(once: Callable[[], object], repeats: int) -> float:
-    once()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        once()
-        times.append(time.perf_counter() - begin)
-    return min(times)
