@@ -6,20 +6,22 @@ Over several ranks rank 0's timings decide for all. Not for what trains the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from sparsam import checkpoint
 from sparsam.measure.device_profile import DeviceProfile
-from sparsam.ranks import Ranks
+from sparsam.ranks import ALONE, Ranks
 from sparsam.recipe import ALL_SLOW, Recipe, all_slow
 from sparsam.recipe.storage import Products, current, make_compact, restored, settled
 from sparsam.replicas import by_timings_of_first
 from sparsam.run import Run
 from sparsam.sparse.table import SparsityTable
 
-__all__ = ["StoredModel"]
+__all__ = ["StoredModel", "trained_model"]
 
 
 class StoredModel:
@@ -91,3 +93,18 @@ class StoredModel:
             self.table = current(self.table, self.model)
             run.write("profile.json", self.profile.to_json())
             run.write("layers.json", self.table.to_json())
+
+
+def trained_model(folder: Path, recipe: Recipe) -> tuple[nn.Module, int] | None:
+    """The model of a run's newest checkpoint and its step, None without one; reads only: a training may be going on.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    folders = sorted((folder / "checkpoints").glob("step-*"))
+    if not folders:
+        return None
+    state = checkpoint.read(folders[-1], groups=("model", "run"))
+    model = recipe.build_model()
+    StoredModel(model, recipe, ALONE, state, lambda note: None)  # makes its layers, and loads them
+    return model.eval(), int(state["run"]["step"])

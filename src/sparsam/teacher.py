@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sparsam import checkpoint, measure
+from sparsam import measure
 from sparsam.compress.distil import Distillation
-from sparsam.ranks import ALONE
 from sparsam.recipe import Recipe, read_recipe
-from sparsam.stored_model import StoredModel
+from sparsam.stored_model import trained_model
 from sparsam.tasks import language
 from sparsam.tasks.huggingface import FolderModel
 
@@ -54,8 +53,12 @@ def distillation_of(recipe: Recipe) -> Distillation | None:
             f"Set training.context to at most {longest}."
         )
     with torch.random.fork_rng([]):
-        model = _trained(folder, taught) if is_run else taught.build_model()
-    return Distillation(model.eval().requires_grad_(False), section.weight, section.temperature)
+        found = trained_model(folder, taught) if is_run else (taught.build_model(), 0)
+    if found is None:
+        raise ValueError(
+            f"distillation.teacher: expected a run with a checkpoint, found none in {folder}. Train it first."
+        )
+    return Distillation(found[0].eval().requires_grad_(False), section.weight, section.temperature)
 
 
 def loss_of(model: nn.Module, batch: language.Batch, distillation: Distillation | None) -> Tensor:
@@ -74,19 +77,6 @@ def counted_step(model: nn.Module, batch: Tensor, distillation: Distillation | N
         return own
     taught = measure.training_step(distillation.teacher, batch).computed / _PASSES
     return replace(own, dense=own.dense + taught, computed=own.computed + taught, on_paper=own.on_paper + taught)
-
-
-def _trained(run: Path, recipe: Recipe) -> nn.Module:
-    """The model of a run's newest checkpoint; reads only, for a training may be going on."""
-    folders = sorted((run / "checkpoints").glob("step-*"))
-    if not folders:
-        raise ValueError(
-            f"distillation.teacher: expected a run with a checkpoint, found none in {run}. Train it first."
-        )
-    state = checkpoint.read(folders[-1], groups=("model", "run"))
-    model = recipe.build_model()
-    StoredModel(model, recipe, ALONE, state, lambda note: None)  # makes its layers sparse, and loads them
-    return model
 
 
 def _check_tokens(folder: Path, teacher: Recipe, student: Recipe) -> None:

@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from torch import nn
 
-from sparsam import checkpoint
 from sparsam.cli.screen import console, facts
 from sparsam.compress.quantise import quantise
 from sparsam.deploy.storage import save
-from sparsam.ranks import ALONE
-from sparsam.recipe import Recipe, read_recipe
+from sparsam.recipe import read_recipe
 from sparsam.run import Run, RunError
-from sparsam.stored_model import StoredModel
+from sparsam.stored_model import trained_model
 
 __all__ = ["export"]
 
@@ -46,7 +43,10 @@ def export(
     screen = console()
     _ = Run(run).recipe  # says that it is no run folder
     recipe = read_recipe(run / "recipe.yaml")
-    model, step = _trained(run, recipe)
+    found = trained_model(run, recipe)
+    if found is None:
+        raise RunError(f"{run}: expected a run with a checkpoint, found none. Train it first.")
+    model, step = found
     done: dict[str, str] = {}
     match format:
         case "bf16":
@@ -68,14 +68,3 @@ def export(
         )
     )
     screen.print(f"Export: {folder}", soft_wrap=True)
-
-
-def _trained(run: Path, recipe: Recipe) -> tuple[nn.Module, int]:
-    """The model of the newest checkpoint and its step; reads only, for a training may be going on."""
-    folders = sorted((run / "checkpoints").glob("step-*"))
-    if not folders:
-        raise RunError(f"{run}: expected a run with a checkpoint, found none. Train it first.")
-    state = checkpoint.read(folders[-1], groups=("model", "run"))
-    model = recipe.build_model()
-    StoredModel(model, recipe, ALONE, state, lambda text: None)  # makes its layers, and loads them
-    return model.eval(), int(state["run"]["step"])
